@@ -1,0 +1,188 @@
+"""The detector's options: one frozen record, checked once, where the user can still see the mistake."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from nan_detector._errors import OptionError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from nan_detector._records import NaNEvent, WarningRecord
+
+
+class Watch(str, Enum):
+    """How closely a run is watched."""
+
+    STEP = "step"  # one gate before each optimizer step
+    LAYERS = "layers"  # also every module's output, on the device
+    OPS = "ops"  # every operation of every step
+
+
+class Policy(str, Enum):
+    """What happens to a step that would poison the weights."""
+
+    STOP = "stop"
+    RAISE = "raise"
+    WARN = "warn"
+    SKIP = "skip"
+
+
+class Replay(str, Enum):
+    """Whether a bad step is run again to find the birthplace."""
+
+    AUTO = "auto"
+    OFF = "off"
+
+
+#: Named in the public signature, built later: asking for one is an error, never a silent fallback.
+NOT_YET_POLICIES = ("rollback",)
+
+PolicyOption = str | Callable[["NaNEvent"], str] | None
+
+
+@dataclass(frozen=True)
+class Config:
+    """Checked options of one detector. Field names are those of ``NaNDetector``'s signature."""
+
+    watch: Watch
+    on_nan: Policy | Callable[[NaNEvent], str]
+    stop_on_first: bool
+    check_inputs: bool
+    check_backward: bool
+    grad_norm_warn: float
+    skip_types: tuple[type, ...]
+    max_events: int
+    verbose: bool
+    replay: Replay
+    log_dir: str | None
+    history: int
+    max_hold_bytes: int
+    replay_budget_s: float
+    on_event: Callable[[NaNEvent], object] | None
+    on_warning: Callable[[WarningRecord], object] | None
+
+
+def build_config(
+    *,
+    watch: str,
+    on_nan: PolicyOption,
+    stop_on_first: bool,
+    check_inputs: bool,
+    check_backward: bool,
+    grad_norm_warn: float,
+    skip_types: tuple[type, ...],
+    max_events: int,
+    verbose: bool,
+    replay: str,
+    protect: str,
+    log_dir: str | Path | None,
+    capsule: bool,
+    history: int,
+    max_hold_bytes: int,
+    replay_budget_s: float,
+    on_event: Callable[[NaNEvent], object] | None,
+    on_warning: Callable[[WarningRecord], object] | None,
+) -> Config:
+    """Check every option and fold them into a `Config`.
+
+    Raises:
+        OptionError: An option cannot be used; the message names it, its value and the way out.
+    """
+    if protect == "full":
+        raise OptionError("protect='full' is not available yet; use protect='gate', which refuses a bad step before it is taken.")
+    _one_of("protect", protect, ("gate", "full"))
+    if capsule:
+        raise OptionError("capsule=True is not available yet; use log_dir=... to keep the event log, and capsule=False.")
+    return Config(
+        watch=Watch(_one_of("watch", watch, [w.value for w in Watch])),
+        on_nan=_policy(on_nan, stop_on_first),
+        stop_on_first=_boolean("stop_on_first", stop_on_first),
+        check_inputs=_boolean("check_inputs", check_inputs),
+        check_backward=_boolean("check_backward", check_backward),
+        grad_norm_warn=_positive("grad_norm_warn", grad_norm_warn, allow_inf=True),
+        skip_types=_types("skip_types", skip_types),
+        max_events=_count("max_events", max_events),
+        verbose=_boolean("verbose", verbose),
+        replay=Replay(_one_of("replay", replay, [r.value for r in Replay])),
+        log_dir=None if log_dir is None else _path("log_dir", log_dir),
+        history=_count("history", history),
+        max_hold_bytes=_count("max_hold_bytes", max_hold_bytes, least=0),
+        replay_budget_s=_positive("replay_budget_s", replay_budget_s, allow_inf=True),
+        on_event=_callback("on_event", on_event),
+        on_warning=_callback("on_warning", on_warning),
+    )
+
+
+def policy_named(name: object, source: str) -> Policy:
+    """The policy a user named, as a value of ``on_nan`` or as the answer of an ``on_nan`` callable.
+
+    Raises:
+        OptionError: The name is unknown, or names a policy that is not available yet.
+    """
+    if name in NOT_YET_POLICIES:
+        raise OptionError(f"{source}={name!r} is not available yet; use one of {_listed(p.value for p in Policy)}.")
+    return Policy(_one_of(source, name, [p.value for p in Policy]))
+
+
+def _policy(on_nan: PolicyOption, stop_on_first: bool) -> Policy | Callable[[NaNEvent], str]:
+    if on_nan is None:
+        return Policy.STOP if stop_on_first else Policy.SKIP
+    if callable(on_nan):
+        return on_nan
+    return policy_named(on_nan, "on_nan")
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(repr(n) for n in names)
+
+
+def _one_of(name: str, value: object, allowed: Any) -> str:
+    if isinstance(value, str) and value in allowed:
+        return value
+    raise OptionError(f"{name}={value!r} is not one of {_listed(allowed)}.")
+
+
+def _boolean(name: str, value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise OptionError(f"{name}={value!r} must be True or False.")
+
+
+def _count(name: str, value: object, least: int = 1) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        return value
+    raise OptionError(f"{name}={value!r} must be a whole number of at least {least}.")
+
+
+def _positive(name: str, value: object, *, allow_inf: bool) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+        if math.isfinite(value) or allow_inf:
+            return float(value)
+    raise OptionError(f"{name}={value!r} must be a number above 0" + (" (float('inf') turns it off)." if allow_inf else "."))
+
+
+def _types(name: str, value: object) -> tuple[type, ...]:
+    if isinstance(value, (tuple, list)) and all(isinstance(t, type) for t in value):
+        return tuple(value)
+    raise OptionError(f"{name}={value!r} must be a tuple of module classes, such as (torch.nn.Dropout,).")
+
+
+def _path(name: str, value: object) -> str:
+    try:
+        import os
+
+        return os.fspath(value)  # type: ignore[arg-type, return-value]  # any str or PathLike; the except names the rest
+    except TypeError:
+        raise OptionError(f"{name}={value!r} must be a folder's path (str or pathlib.Path), or None to write nothing.") from None
+
+
+def _callback(name: str, value: Any) -> Any:
+    if value is None or callable(value):
+        return value
+    raise OptionError(f"{name}={value!r} must be a callable that takes the record, or None.")

@@ -1,0 +1,53 @@
+# Needs python3 (3.10 or newer, with venv) and make; everything else is installed into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# Named on the command line beside the package, torch is taken at this very release, where its open range
+# ("torch>=2.4") would pull whatever is newest, and gigabytes of CUDA with it.
+TORCH := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' constraints.txt)
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
+
+.PHONY: help demo test campaign check format schema clean
+
+help:
+	@echo 'make demo      install, then watch a run go NaN and be explained'
+	@echo 'make test      the tests'
+	@echo 'make campaign  the long tests: searches and benchmarks'
+	@echo 'make check     ruff, ruff format and mypy'
+	@echo 'make format    let ruff mend what it can'
+	@echo 'make schema    write schema/ anew from the records'
+	@echo 'make clean     remove what these commands made'
+
+demo: $(VENV)/.demo
+	$(BIN)/nan-detector demo
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest
+
+campaign: $(VENV)/.dev
+	$(BIN)/python -m pytest -m campaign
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+schema: $(VENV)/.dev
+	$(BIN)/python -m nan_detector._schema schema/records.schema.json
+
+# One stamp per set of extras: the install is done once, and again only when what it depends on has changed.
+$(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) -e '.[$*]'
+	@touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis nan-detector-demo nan-detector-runs
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,171 @@
+"""Every option is checked once, and every refusal names the option, the value and the way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nan_detector._config import Policy, Replay, Watch, build_config, policy_named
+from nan_detector._errors import OptionError
+
+DEFAULTS: dict[str, Any] = {
+    "watch": "step",
+    "on_nan": None,
+    "stop_on_first": True,
+    "check_inputs": True,
+    "check_backward": False,
+    "grad_norm_warn": 100.0,
+    "skip_types": (),
+    "max_events": 100,
+    "verbose": True,
+    "replay": "auto",
+    "protect": "gate",
+    "log_dir": None,
+    "capsule": False,
+    "history": 1000,
+    "max_hold_bytes": 64 * 2**20,
+    "replay_budget_s": 60.0,
+    "on_event": None,
+    "on_warning": None,
+}
+
+
+def config(**changed: Any):
+    return build_config(**{**DEFAULTS, **changed})
+
+
+def refusal(**changed: Any) -> str:
+    with pytest.raises(OptionError) as caught:
+        config(**changed)
+    return str(caught.value)
+
+
+def test_the_defaults_are_accepted_as_they_are():
+    built = config()
+    assert built.watch is Watch.STEP
+    assert built.replay is Replay.AUTO
+    for name in ("check_inputs", "check_backward", "grad_norm_warn", "max_events", "history", "max_hold_bytes"):
+        assert getattr(built, name) == DEFAULTS[name]
+
+
+@pytest.mark.parametrize(("stop_on_first", "policy"), [(True, Policy.STOP), (False, Policy.SKIP)])
+def test_without_on_nan_stop_on_first_decides(stop_on_first: bool, policy: Policy):
+    assert config(stop_on_first=stop_on_first).on_nan is policy
+
+
+@pytest.mark.parametrize("stop_on_first", [True, False])
+@pytest.mark.parametrize("name", ["stop", "raise", "warn", "skip"])
+def test_a_named_policy_wins_over_stop_on_first(name: str, stop_on_first: bool):
+    assert config(on_nan=name, stop_on_first=stop_on_first).on_nan is Policy(name)
+
+
+def test_a_callable_policy_is_kept_and_its_answer_checked_later():
+    def decide(event: object) -> str:
+        return "skip"
+
+    assert config(on_nan=decide).on_nan is decide
+    assert policy_named("skip", "on_nan's answer") is Policy.SKIP
+    with pytest.raises(
+        OptionError, match=r"^on_nan's answer='ignore' is not one of 'stop', 'raise', 'warn', 'skip'\.$"
+    ):
+        policy_named("ignore", "on_nan's answer")
+
+
+@pytest.mark.parametrize("name", ["step", "layers", "ops"])
+def test_each_level_is_known(name: str):
+    assert config(watch=name).watch.value == name
+
+
+@pytest.mark.parametrize("log_dir", ["runs/today", Path("runs/today")])
+def test_a_folder_may_be_a_string_or_a_path(log_dir: object):
+    assert config(log_dir=log_dir).log_dir == str(Path("runs/today"))
+
+
+def test_a_list_of_module_classes_becomes_a_tuple():
+    assert config(skip_types=[torch.nn.Dropout, torch.nn.ReLU]).skip_types == (torch.nn.Dropout, torch.nn.ReLU)
+
+
+@pytest.mark.parametrize("name", ["grad_norm_warn", "replay_budget_s"])
+def test_infinity_turns_a_threshold_off(name: str):
+    assert getattr(config(**{name: math.inf}), name) == math.inf
+
+
+def test_zero_bytes_may_be_held():
+    assert config(max_hold_bytes=0).max_hold_bytes == 0
+
+
+def test_the_record_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config().verbose = False  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"watch": "layer"}, "watch='layer' is not one of 'step', 'layers', 'ops'."),
+        ({"watch": None}, "watch=None is not one of 'step', 'layers', 'ops'."),
+        ({"watch": ["step"]}, "watch=['step'] is not one of 'step', 'layers', 'ops'."),
+        ({"on_nan": "ignore"}, "on_nan='ignore' is not one of 'stop', 'raise', 'warn', 'skip'."),
+        ({"on_nan": 3}, "on_nan=3 is not one of 'stop', 'raise', 'warn', 'skip'."),
+        (
+            {"on_nan": "rollback"},
+            "on_nan='rollback' is not available yet; use one of 'stop', 'raise', 'warn', 'skip'.",
+        ),
+        (
+            {"protect": "full"},
+            "protect='full' is not available yet; use protect='gate', which refuses a bad step before it is taken.",
+        ),
+        ({"protect": "none"}, "protect='none' is not one of 'gate', 'full'."),
+        (
+            {"capsule": True},
+            "capsule=True is not available yet; use log_dir=... to keep the event log, and capsule=False.",
+        ),
+        ({"replay": True}, "replay=True is not one of 'auto', 'off'."),
+        ({"stop_on_first": 1}, "stop_on_first=1 must be True or False."),
+        ({"check_inputs": "yes"}, "check_inputs='yes' must be True or False."),
+        ({"check_backward": None}, "check_backward=None must be True or False."),
+        ({"verbose": 0}, "verbose=0 must be True or False."),
+        ({"grad_norm_warn": 0}, "grad_norm_warn=0 must be a number above 0 (float('inf') turns it off)."),
+        ({"grad_norm_warn": None}, "grad_norm_warn=None must be a number above 0 (float('inf') turns it off)."),
+        ({"grad_norm_warn": True}, "grad_norm_warn=True must be a number above 0 (float('inf') turns it off)."),
+        ({"grad_norm_warn": math.nan}, "grad_norm_warn=nan must be a number above 0 (float('inf') turns it off)."),
+        ({"replay_budget_s": -1.0}, "replay_budget_s=-1.0 must be a number above 0 (float('inf') turns it off)."),
+        ({"max_events": 0}, "max_events=0 must be a whole number of at least 1."),
+        ({"max_events": 2.0}, "max_events=2.0 must be a whole number of at least 1."),
+        ({"history": True}, "history=True must be a whole number of at least 1."),
+        ({"max_hold_bytes": -1}, "max_hold_bytes=-1 must be a whole number of at least 0."),
+        (
+            {"skip_types": ("Dropout",)},
+            "skip_types=('Dropout',) must be a tuple of module classes, such as (torch.nn.Dropout,).",
+        ),
+        (
+            {"skip_types": int},
+            "skip_types=<class 'int'> must be a tuple of module classes, such as (torch.nn.Dropout,).",
+        ),
+        (
+            {"log_dir": 7},
+            "log_dir=7 must be a folder's path (str or pathlib.Path), or None to write nothing.",
+        ),
+        ({"on_event": "print"}, "on_event='print' must be a callable that takes the record, or None."),
+        ({"on_warning": 1}, "on_warning=1 must be a callable that takes the record, or None."),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_refusal_says_what_to_do(changed: dict[str, Any], message: str):
+    assert refusal(**changed) == message
+
+
+@given(st.sampled_from(sorted(DEFAULTS)), st.none() | st.booleans() | st.integers() | st.floats() | st.text())
+def test_any_value_is_either_taken_or_refused_by_name(name: str, value: object):
+    """Never another exception, and the message always begins with what the user typed."""
+    try:
+        config(**{name: value})
+    except OptionError as error:
+        assert str(error).startswith(f"{name}=")

@@ -14,6 +14,7 @@ import itertools
 import linecache
 import sys
 import types
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -25,10 +26,9 @@ MAX_EXPRESSION = 60
 
 _Range = tuple[int, int, int, int]
 _Operation = (ast.Call, ast.BinOp, ast.AugAssign, ast.UnaryOp, ast.Compare, ast.Subscript, ast.Attribute)
-#: Instructions that use the value of an expression and carry its range: `for row in f(x)` iterates, it does not call f.
-_USES = frozenset(
-    "GET_ITER FOR_ITER GET_YIELD_FROM_ITER GET_LEN LIST_EXTEND SET_UPDATE UNPACK_SEQUENCE UNPACK_EX".split()
-)
+#: Instructions that use an expression's value and carry its range: `for row in f(x)` iterates, it does not call f.
+_ITERATES = frozenset(("GET_ITER", "FOR_ITER", "GET_YIELD_FROM_ITER", "GET_LEN"))
+_UNPACKS = frozenset(("LIST_EXTEND", "SET_UPDATE", "UNPACK_SEQUENCE", "UNPACK_EX"))
 
 
 def call_expression(mark: Mark) -> str | None:
@@ -188,7 +188,9 @@ class _Tree:
 @functools.lru_cache(maxsize=4)
 def _parsed(text: str) -> _Tree | None:
     try:
-        return _Tree(text)
+        with warnings.catch_warnings():  # the compiler gave the user its warnings about this text already
+            warnings.simplefilter("ignore")
+            return _Tree(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # what ast.parse raises; a notebook's magics
         return None
 
@@ -199,7 +201,7 @@ def _tree(filename: str) -> _Tree:
 
 def _node_at(mark: Mark) -> ast.AST | None:
     opcode = _opcode(mark)
-    if opcode is None or opcode.opname in _USES:
+    if opcode is None or opcode.opname in _ITERATES | _UNPACKS:
         return None
     tree = _tree(mark.code.co_filename)
     where = _range_of(mark)

@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^\(torch==.*\)$$/\1/p' constraints.txt)
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(TORCH)
 
+.DELETE_ON_ERROR:  # half a venv would look like a whole one to the next run
+
 .PHONY: help demo test campaign check format schema clean
 
 help:

@@ -55,12 +55,13 @@ TABLE = (
         ),
     ),
     # Layer 1: the finite checks, the only place that reads a tensor to the host.
-    Rule(1, Torch.YES, ("_finite",)),
+    Rule(1, Torch.YES, ("_finite", "_norms", "_quiet", "_values")),
     # Layer 2: the machinery.
     Rule(
         2,
         Torch.YES,
         (
+            "_book",
             "_calls",
             "_gate",
             "_hub",
@@ -69,12 +70,14 @@ TABLE = (
             "_layers",
             "_lineage",
             "_moment",
+            "_naming",
             "_opinfo",
             "_origin",
             "_patches",
             "_recorder",
             "_replay",
             "_rng",
+            "_roots",
             "_session",
             "_skip",
             "_state",

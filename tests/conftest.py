@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-# In a user's run our own bug is logged and the training goes on; here it must be seen. Read at import.
+# In a user's run our own bug is logged and the training goes on; here it must be seen.
 os.environ["NAN_DETECTOR_STRICT"] = "1"
 os.environ.pop("NAN_DETECTOR", None)
 

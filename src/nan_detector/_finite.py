@@ -97,7 +97,7 @@ def bad_mask(t: Tensor) -> Tensor:
 
 
 def stats(t: Tensor) -> TensorStats:
-    """Statistics of `t`, by one read to the host.
+    """Statistics of `t`, by a few reads to the host.
 
     Counts of negative values include -inf. Of a sparse tensor they are over its stored values, of a distributed
     tensor over the local shard, of integers and bools over their values as floats. Where values cannot be read
@@ -223,7 +223,7 @@ def _mask(t: Tensor) -> Tensor:
 def _stats(v: Tensor | None, of: Tensor, shape: tuple[int, ...]) -> TensorStats:
     if v is None or v.numel() == 0:
         return TensorStats(shape, str(of.dtype), str(of.device))
-    rows: list[list[float]] = torch.stack([_summary(piece) for piece in _pieces(v)]).tolist()
+    rows = [_summary(piece) for piece in _pieces(v)]
     nan, posinf, neginf, zero, negative, low, high, least, total, scaled = zip(*rows, strict=True)
     finite = v.numel() - int(sum(nan) + sum(posinf) + sum(neginf))
     mean = None
@@ -236,25 +236,32 @@ def _stats(v: Tensor | None, of: Tensor, shape: tuple[int, ...]) -> TensorStats:
         min=min(low) if finite else None,
         max=max(high) if finite else None,
         mean=mean,
-        min_nonzero=min(least) if math.isfinite(min(least)) else None,
+        min_nonzero=min(least) if min(least) < math.inf else None,
         nan_count=int(sum(nan)),
         posinf_count=int(sum(posinf)),
         neginf_count=int(sum(neginf)),
         zero_count=int(sum(zero)),
-        negative_count=int(sum(negative)),
+        negative_count=int(sum(negative) + sum(neginf)),
     )
 
 
-def _summary(v: Tensor) -> Tensor:
-    """Ten numbers of one piece, in the order that `_stats` unpacks."""
+def _summary(v: Tensor) -> list[float]:
+    """Ten numbers of one piece, in the order that `_stats` unpacks; negatives without -inf."""
     w = v.to(torch.float32 if v.device.type == "mps" else torch.float64)
-    bad = ~torch.isfinite(w)
-    zero = w == 0
-    finite = w.masked_fill(bad, 0)
-    counts = [c.sum(dtype=w.dtype) for c in (torch.isnan(w), w == math.inf, w == -math.inf, zero, w < 0)]
-    low, high = w.masked_fill(bad, math.inf).amin(), w.masked_fill(bad, -math.inf).amax()
-    least = w.abs().masked_fill(bad | zero, math.inf).amin()
-    return torch.stack([*counts, low, high, least, finite.sum(), (finite * _SCALE).sum()])
+    bad = [0.0, 0.0, 0.0]
+    low, high = torch.stack(torch.aminmax(w)).tolist()
+    if not (math.isfinite(low) and math.isfinite(high)):
+        bad = torch.stack([torch.count_nonzero(b) for b in (w.isnan(), w == math.inf, w == -math.inf)]).tolist()
+        w = w[torch.isfinite(w)]
+        if w.numel() == 0:
+            return [*bad, 0, 0, math.inf, -math.inf, math.inf, 0.0, 0.0]
+        low, high = torch.stack(torch.aminmax(w)).tolist()
+    nonzero, negative = torch.count_nonzero(w).to(w.dtype), torch.count_nonzero(w < 0).to(w.dtype)
+    nonzero, negative, least, total = torch.stack([nonzero, negative, w.abs().amin(), w.sum()]).tolist()
+    if not least:
+        least = w[w != 0].abs().amin().item() if nonzero else math.inf
+    scaled = total * _SCALE if math.isfinite(total) else (w * _SCALE).sum().item()
+    return [*bad, w.numel() - nonzero, negative, low, high, least, total, scaled]
 
 
 def _pieces(v: Tensor) -> Iterator[Tensor]:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 #: Longest expression in a record; more is cut with an ellipsis.
 MAX_EXPRESSION = 60
 
+#: Modules by names that a notebook's other cell imports.
+_USUAL_MODULES = frozenset(("torch", "F", "nn", "np"))
+
 _Range = tuple[int, int, int, int]
 _Operation = (ast.Call, ast.BinOp, ast.AugAssign, ast.UnaryOp, ast.Compare, ast.Subscript, ast.Attribute)
 #: Instructions that use an expression's value and carry its range: `for row in f(x)` iterates, it does not call f.
@@ -58,10 +61,11 @@ def argument_text(
         position: Index among the positional arguments that PyTorch received. Of a method call, 0 is the receiver.
             Of an operator 0 is the left operand and 1 the right; of a subscript or attribute 0 is the value.
         keyword: Its name where it was passed by keyword, tried first.
-        count: How many positional arguments PyTorch received. With it, a call is known to be of a method when the
-            source has one fewer, and None is returned where the numbers do not fit (the call is of a module or of
-            the user's function, whose arguments are others). Without it, ``name.f(...)`` counts as a function of
-            a module when the file imports ``name``, and as a method when ``torch.Tensor`` has one called ``f``.
+        count: How many positional arguments PyTorch received. ``a.f(x)`` is a method of the tensor ``a``, or a
+            function of the module ``a``: the count tells, and where it fits neither the answer is None. Without it,
+            a name that the file imports (or ``torch``, ``F``) is a module, any other a tensor. Where ``torch.Tensor``
+            has no ``f``, or ``a`` is ``self``, arguments count as written: ``criterion(output, target)`` hands them
+            on in this order.
         reflected: The operator came as its reflected method (``__rsub__``), whose arguments are right, left.
 
     Returns:
@@ -105,20 +109,16 @@ def _call_argument(
 
 def _is_method_call(node: ast.Call, count: int | None, mark: Mark) -> bool | None:
     func = node.func
+    if not isinstance(func, ast.Attribute) or (isinstance(func.value, ast.Name) and func.value.id in ("self", "cls")):
+        return False
+    if not hasattr(getattr(sys.modules.get("torch"), "Tensor", None), func.attr):
+        return False
     if count is not None:
-        if count == len(node.args):
-            return False
-        return True if count == len(node.args) + 1 and isinstance(func, ast.Attribute) else None
-    if not isinstance(func, ast.Attribute):
-        return False if isinstance(func, ast.Name) else None
+        return {len(node.args): False, len(node.args) + 1: True}.get(count)
     root = func.value
     while isinstance(root, ast.Attribute):
         root = root.value
-    if isinstance(root, ast.Name) and root.id in _tree(mark.code.co_filename).imported:
-        return False
-    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    is_self = isinstance(func.value, ast.Name) and func.value.id in ("self", "cls")
-    return True if hasattr(tensor, func.attr) and not is_self else None
+    return not (isinstance(root, ast.Name) and root.id in _tree(mark.code.co_filename).imported | _USUAL_MODULES)
 
 
 def _operand(node: ast.AST | None, position: int | None, reflected: bool) -> ast.expr | None:

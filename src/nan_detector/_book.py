@@ -1,0 +1,89 @@
+"""The events and warnings of one detector: written down first, told afterwards."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+
+from nan_detector._config import Config
+from nan_detector._eventlog import EventLog
+from nan_detector._records import GradEvent, NaNEvent, Record, WarningRecord
+from nan_detector._state import logger
+from nan_detector._summary import headline
+
+#: Warnings of one kind that are logged in full; later ones are only kept.
+MAX_LOGGED_WARNINGS = 20
+
+
+class Book:
+    """Keeps events (bounded), writes the log, and calls whoever wants to know."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._lock = threading.RLock()
+        self.events: list[NaNEvent] = []
+        self.grad_events: list[GradEvent] = []
+        self.warnings: list[WarningRecord] = []
+        self.dropped = 0
+        self.log = EventLog(config.log_dir) if config.log_dir is not None else None
+        self._counts: dict[str, int] = {}
+
+    def write(self, record: Record, sync: bool = False) -> None:
+        """Put a line into the log, where there is one."""
+        if self.log is not None:
+            self.log.write(record, sync=sync)
+
+    def provisional(self, event: NaNEvent) -> None:
+        """Write an event down before anything else is done about it."""
+        with self._lock:
+            self.write(event, sync=True)
+            if len(self.events) < self._config.max_events:
+                self.events.append(event)
+            else:
+                self.dropped += 1
+
+    def final(self, event: NaNEvent) -> None:
+        """Replace the provisional event by what was found, and tell."""
+        with self._lock:
+            self.write(event, sync=True)
+            for i, known in enumerate(self.events):
+                if known.event_id == event.event_id:
+                    self.events[i] = event
+        if event.severity == "error":
+            logger.error("%s", headline(event))
+        else:
+            logger.warning("%s", headline(event))
+        if self._config.verbose and event.severity != "handled":
+            from nan_detector._render.terminal import print_report
+
+            print_report(event, file=sys.stderr)
+        self._tell(self._config.on_event, event, "on_event")
+
+    def warn(self, record: WarningRecord | GradEvent, message: str) -> None:
+        """Keep, write and log a warning."""
+        kind = record.kind if isinstance(record, WarningRecord) else "grad_norm"
+        with self._lock:
+            kept: list[WarningRecord] | list[GradEvent] = self.warnings if isinstance(record, WarningRecord) else self.grad_events
+            if len(kept) < self._config.max_events:
+                kept.append(record)  # type: ignore[arg-type]  # the list of its own kind, chosen above
+            self.write(record)
+            self._counts[kind] = count = self._counts.get(kind, 0) + 1
+        if count <= MAX_LOGGED_WARNINGS:
+            logger.warning("%s%s", message, " (further ones of this kind are not logged)" if count == MAX_LOGGED_WARNINGS else "")
+        if isinstance(record, WarningRecord):
+            self._tell(self._config.on_warning, record, "on_warning")
+
+    def close(self) -> None:
+        """Flush and close the log."""
+        if self.log is not None:
+            self.log.close()
+
+    def _tell(self, callback: Callable[..., object] | None, record: Record, name: str) -> None:
+        if callback is None:
+            return
+        try:
+            callback(record)
+        except Exception:
+            # The user's callback is not the training: it must not end the run either.
+            logger.exception("%s raised; training goes on", name)

@@ -1,0 +1,96 @@
+"""What kind of call a torch function is, for the tape: decided once per function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+
+
+class CallKind(Enum):
+    """How a call is recorded."""
+
+    IGNORE = "ignore"  # bookkeeping that makes no tensor
+    PLAIN = "plain"
+    IN_PLACE = "in place"  # arguments must be looked at before they change
+    RANDOM = "random"  # the generator's state must be kept
+    BACKWARD = "backward"
+
+
+_BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
+
+_RANDOM_WORDS = (
+    "rand", "normal", "uniform", "bernoulli", "multinomial", "poisson", "exponential", "geometric", "cauchy", "dropout",
+    "rrelu", "gumbel", "gamma", "dirichlet", "binomial", "scaled_dot_product_attention", "multi_head_attention_forward",
+    "trunc_normal", "kaiming", "xavier", "orthogonal",
+)  # fmt: skip
+
+_IGNORED_NAMES = {
+    "_record_function_enter_new", "_record_function_exit", "_set_grad_enabled", "size", "dim", "stride", "numel",
+    "element_size", "data_ptr", "is_floating_point", "is_complex", "requires_grad_", "register_hook", "retain_grad",
+    "__hash__", "__len__", "__repr__", "__format__", "is_contiguous", "storage_offset", "untyped_storage", "nelement",
+    "get_device", "register_post_accumulate_grad_hook", "is_set_to", "__dlpack_device__", "is_inference", "_is_view",
+}  # fmt: skip
+
+#: Attributes of a tensor that are tensors; reading any other makes nothing to record.
+_TENSOR_ATTRIBUTES = ("grad", "data", "T", "mT", "H", "mH", "real", "imag", "_base")
+
+_kinds: dict[Any, CallKind] = {}
+
+
+def kind_of(func: Callable[..., Any]) -> CallKind:
+    """The kind of `func`, a function as `__torch_function__` receives it."""
+    try:
+        found = _kinds.get(func)
+    except TypeError:  # an unhashable callable
+        return CallKind.PLAIN
+    if found is None:
+        found = _kinds[func] = _classify(func)
+    return found
+
+
+def _classify(func: Callable[..., Any]) -> CallKind:
+    if func in _BACKWARDS:
+        return CallKind.BACKWARD
+    name = getattr(func, "__name__", "") or ""
+    owner = getattr(func, "__self__", None)
+    if name == "__get__" and owner is not None:
+        attribute = getattr(owner, "__name__", "")
+        return CallKind.PLAIN if attribute in _TENSOR_ATTRIBUTES else CallKind.IGNORE
+    if name in ("__set__", "__delete__"):
+        attribute = getattr(owner, "__name__", "")
+        return CallKind.IN_PLACE if attribute in ("grad", "data", "requires_grad") else CallKind.IGNORE
+    if name in _IGNORED_NAMES or type(func).__name__ == "_RecordFunction" or "_record_function" in str(name):
+        return CallKind.IGNORE
+    if "profiler" in str(getattr(func, "__module__", "")) or "record_function" in str(getattr(func, "__qualname__", "")):
+        return CallKind.IGNORE
+    if any(word in name for word in _RANDOM_WORDS):
+        return CallKind.RANDOM
+    if is_in_place(name):
+        return CallKind.IN_PLACE
+    return CallKind.PLAIN
+
+
+def is_in_place(name: str) -> bool:
+    """True when a torch function of this name writes into its first argument."""
+    if name.startswith("__"):
+        return name == "__setitem__" or name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+    return name.endswith("_") or name in ("set_", "copy_") or name.startswith("_foreach_") and name.endswith("_")
+
+
+def public_name(func: Callable[..., Any]) -> str:
+    """The plain name a user knows `func` by: "cross_entropy", "truediv" -> "div", "grad"."""
+    name = getattr(func, "__name__", "") or type(func).__name__
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    plain = name.strip("_")
+    return _OPERATOR_NAMES.get(plain, plain)
+
+
+_OPERATOR_NAMES = {
+    "truediv": "div", "rtruediv": "div", "itruediv": "div", "rdiv": "div", "idiv": "div", "rmul": "mul", "imul": "mul",
+    "radd": "add", "iadd": "add", "rsub": "sub", "isub": "sub", "rpow": "pow", "ipow": "pow", "matmul": "matmul",
+    "rmatmul": "matmul", "getitem": "index", "setitem": "index_put",
+}  # fmt: skip

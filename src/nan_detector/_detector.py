@@ -1,0 +1,284 @@
+"""`NaNDetector`: the public face of the watch, wiring only."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from nan_detector import _patches
+from nan_detector._book import Book
+from nan_detector._config import PolicyOption, build_config
+from nan_detector._engine import Engine
+from nan_detector._errors import NotAttachedError
+from nan_detector._naming import models_of
+from nan_detector._records import GradEvent, NaNEvent, RunRecord, WarningRecord
+from nan_detector._recorder import History, Recorder
+from nan_detector._session import session
+from nan_detector._state import switched_off
+from nan_detector._version import __version__
+
+if TYPE_CHECKING:
+    from nan_detector._session import Session
+
+T = TypeVar("T")
+
+#: Signature of NaNDetector that later releases fill: asking for one of these is an error, never ignored.
+_LATER = ("hazards", "check_state", "cost")
+
+
+class NaNDetector:
+    """Watches the training of a model; catches the step, module, operation and line where a NaN or Inf is born.
+
+    Use it as a context manager around the training loop, or with `attach` and `detach`. Training is bit for bit the
+    same with it, as long as nothing is wrong.
+
+    Args:
+        model: The model that is trained, or a list or dict of them.
+        watch: How closely: "step" (one check before each optimizer step), "layers" (also every module's output, on
+            the device), "ops" (every operation of every step; slow).
+        on_nan: What happens to a step that would poison the weights. "stop" does not take it and sets `triggered`;
+            "raise" raises `NonFiniteError`; "warn" only tells; "skip" drops it and goes on; a callable gets the event
+            and answers with one of these names. None: "stop", or "skip" where `stop_on_first` is False.
+        stop_on_first: False goes on after the first event and records up to `max_events`.
+        check_inputs: At "layers": also look at what the model is given.
+        check_backward: At "layers": also look at the gradients of every module's output.
+        grad_norm_warn: L2 norm of one parameter's gradient above which a `GradEvent` is recorded.
+        skip_types: At "layers": classes of modules that are not looked at.
+        max_events: Events and warnings kept in memory at most.
+        verbose: Print the report of an event to stderr.
+        replay: "auto" runs a bad step again to find the birthplace; "off" tells only what the gate saw.
+        protect: "gate": a bad step is refused before it is taken.
+        log_dir: Folder for the event log; None writes nothing.
+        capsule: Reserved; must be False in this release.
+        history: Rows of the flight recorder (bounded by 2 MiB as well).
+        max_hold_bytes: Bytes of tensors from outside the step that are kept beyond the batch.
+        replay_budget_s: Seconds a replay may take.
+        on_event: Called with each final `NaNEvent`.
+        on_warning: Called with each `WarningRecord`.
+
+    Raises:
+        OptionError: An option cannot be used; the message names it, its value and the way out.
+        TypeError: `model` is not a module, or a list or dict of them.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module],
+        *,
+        watch: str = "step",
+        on_nan: PolicyOption = None,
+        stop_on_first: bool = True,
+        check_inputs: bool = True,
+        check_backward: bool = False,
+        grad_norm_warn: float = 100.0,
+        skip_types: tuple[type, ...] = (),
+        max_events: int = 100,
+        verbose: bool = True,
+        replay: str = "auto",
+        protect: str = "gate",
+        log_dir: str | Path | None = None,
+        capsule: bool = False,
+        history: int = 1000,
+        max_hold_bytes: int = 64 * 2**20,
+        replay_budget_s: float = 60.0,
+        on_event: Callable[[NaNEvent], object] | None = None,
+        on_warning: Callable[[WarningRecord], object] | None = None,
+    ) -> None:
+        self._models = models_of(model)
+        self._config = build_config(
+            watch=watch,
+            on_nan=on_nan,
+            stop_on_first=stop_on_first,
+            check_inputs=check_inputs,
+            check_backward=check_backward,
+            grad_norm_warn=grad_norm_warn,
+            skip_types=skip_types,
+            max_events=max_events,
+            verbose=verbose,
+            replay=replay,
+            protect=protect,
+            log_dir=log_dir,
+            capsule=capsule,
+            history=history,
+            max_hold_bytes=max_hold_bytes,
+            replay_budget_s=replay_budget_s,
+            on_event=on_event,
+            on_warning=on_warning,
+        )
+        self._engine: Engine | None = None
+        self._session: Session | None = None
+        self._book: Book | None = None
+        self._recorder: Recorder | None = None
+        self._overheads: Iterable[float] = ()
+
+    # -- from attach to detach -----------------------------------------------------------------------------------------
+
+    def attach(self) -> NaNDetector:
+        """Begin to watch, on the calling thread; forgets earlier events. Attaching again starts afresh.
+
+        Returns:
+            The detector itself.
+        """
+        if self._engine is not None:
+            self.detach()
+        self._book = Book(self._config)
+        if switched_off():
+            return self
+        self._book.write(self._run_record())
+        engine = Engine(self._models, self._config, self._book)
+        self._engine, self._session = engine, session()
+        self._recorder, self._overheads = engine.recorder, engine.overheads
+        _patches.register(engine)
+        engine.open(self._session)
+        return self
+
+    def detach(self) -> None:
+        """Judge the last step, stop watching and leave nothing behind. Events stay; a second call does nothing."""
+        self._detach(None)
+
+    def _detach(self, error: BaseException | None) -> None:
+        engine, current = self._engine, self._session
+        if engine is None or current is None:
+            return
+        try:
+            engine.close(current, error)
+        finally:
+            _patches.unregister(engine)
+            self._engine = self._session = None
+            if self._book is not None:
+                self._book.close()
+
+    def __enter__(self) -> NaNDetector:
+        return self.attach()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._detach(error)
+
+    def __deepcopy__(self, memo: Any) -> NaNDetector:
+        raise TypeError("a NaNDetector cannot be copied; make another one for the copied model.")
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a NaNDetector cannot be pickled; pickle det.all_events, or read the log in log_dir.")
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def set_batch(self, idx: int, sample_ids: Iterable[object] | None = None) -> None:
+        """Name the step that begins.
+
+        Args:
+            idx: Its number, reported as `step` and `batch_idx`.
+            sample_ids: Names of the batch's samples, in order, reported with a bad sample.
+
+        Raises:
+            TypeError: `idx` is not a whole number.
+        """
+        if isinstance(idx, bool) or not hasattr(idx, "__index__"):
+            raise TypeError(f"idx={idx!r} must be a whole number, such as that of enumerate(loader).")
+        if self._engine is not None and self._session is not None:
+            ids = () if sample_ids is None else tuple(str(s) for s in sample_ids)
+            self._engine.set_batch(idx.__index__(), ids, self._session)
+
+    def check_grad_norms(self) -> bool:
+        """Compare each gradient's L2 norm with `grad_norm_warn` now; the gate does so by itself before each step.
+
+        Returns:
+            True when a warning was logged in this call.
+        """
+        engine = self._engine
+        return bool(engine is not None and engine.contain(engine.check_grad_norms))
+
+    def run_step(self, step_fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run one training step, as ``step_fn(*args, **kwargs)``, and return what it returns.
+
+        Raises:
+            NotAttachedError: The detector is not attached.
+        """
+        if self._engine is None and not switched_off():
+            raise NotAttachedError("run_step needs an attached detector: use it inside `with NaNDetector(model) as det:`.")
+        return step_fn(*args, **kwargs)
+
+    # -- what was found --------------------------------------------------------------------------------------------------
+
+    @property
+    def triggered(self) -> bool:
+        """True once a step was found that would poison the weights. Silent and handled events do not count."""
+        self._notice()
+        return any(e.severity == "error" for e in self._events())
+
+    @property
+    def event(self) -> NaNEvent | None:
+        """The first event, or None."""
+        self._notice()
+        return next(iter(self._events()), None)
+
+    @property
+    def all_events(self) -> list[NaNEvent]:
+        """Every event kept, in order, at most `max_events`."""
+        self._notice()
+        return list(self._events())
+
+    @property
+    def grad_events(self) -> list[GradEvent]:
+        """Gradients whose norm went beyond `grad_norm_warn`."""
+        return [] if self._book is None else list(self._book.grad_events)
+
+    @property
+    def warnings(self) -> list[WarningRecord]:
+        """What is not an event (yet)."""
+        return [] if self._book is None else list(self._book.warnings)
+
+    @property
+    def overhead_ms(self) -> float:
+        """Mean time the watch took per step, in milliseconds, over the last 1000 steps; 0.0 before the first."""
+        spent = list(self._overheads)
+        return sum(spent) / len(spent) if spent else 0.0
+
+    @property
+    def history(self) -> History:
+        """The flight recorder: column names and NumPy arrays, one row per step.
+
+        Raises:
+            NotAttachedError: The detector was never attached.
+        """
+        if self._recorder is None:
+            raise NotAttachedError("history is empty before the first attach(): use `with NaNDetector(model) as det:`.")
+        return self._recorder.history()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _LATER:
+            raise NotImplementedError(f"{name}() is not available in this release.")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _events(self) -> list[NaNEvent]:
+        return [] if self._book is None else self._book.events
+
+    def _notice(self) -> None:
+        if self._engine is not None:
+            self._engine.noticed = True
+
+    def _run_record(self) -> RunRecord:
+        config = self._config
+        return RunRecord(
+            started=time.time(),
+            package_version=__version__,
+            torch_version=torch.__version__,
+            python_version=platform.python_version(),
+            platform=platform.platform(),
+            options={
+                "watch": config.watch.value,
+                "on_nan": getattr(config.on_nan, "value", "callable"),
+                "stop_on_first": config.stop_on_first,
+                "grad_norm_warn": config.grad_norm_warn,
+                "replay": config.replay.value,
+                "history": config.history,
+            },
+            models=tuple(type(m).__name__ for m in self._models.values()),
+        )

@@ -1,0 +1,288 @@
+"""The training loop's own faults: learning rate, clipping, loss scale, optimizer state, growth over steps."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from nan_detector._causes import cause
+from nan_detector._diagnosis.dtypes import plain
+from nan_detector._diagnosis.facts import (
+    MATRIX_PRODUCTS,
+    Rule,
+    by_operation,
+    has_inf,
+    in_optimizer_step,
+    is_derivative,
+    made_nan,
+    mentions,
+    op_of,
+    operand,
+    operands,
+    out_dtype,
+    user_written,
+)
+from nan_detector._diagnosis.growth import Growth, growth, jump, linear_growth
+from nan_detector._diagnosis.numbers import number
+from nan_detector._diagnosis.reach import overflowed
+from nan_detector._records import Cause
+from nan_detector._trace import Birth, BirthKind, Trace
+
+#: The tracer's note when gradients were there before the first backward of every step.
+NOT_ZEROED = "gradients_accumulated"
+#: Keys of the state of torch's optimizers.
+_STATE_KEYS = re.compile(
+    r"exp_avg|exp_avg_sq|exp_inf|momentum_buffer|square_avg|grad_avg|acc_delta|max_exp_avg|prev_step_size|mu_product|"
+    r"\bsum\b|\bax\b|\beta\b|optimizer_state|optim.*state|d_k|row_var|col_var|variance"
+)
+_SECOND_MOMENTS = re.compile(r"_sq\b|square_avg|\bsum\b|acc_delta|variance|row_var|col_var|second")
+_RATES = ("lr", "learning_rate", "lr_schedule", "lr_scheduler")
+_SCALES = ("loss_scale", "grad_scale", "scale", "scaler", "inv_scale")
+_CLIP = r"clip_grad|clip_coef|grad.*norm|total_norm|clip"
+#: Operations that are innocent when they overflow: they only pass on what had grown.
+_CARRIERS = (
+    *MATRIX_PRODUCTS,
+    *("pow", "mul", "add", "sub", "sum", "mean", "cumsum", "lerp", "addcmul", "addcdiv", "norm", "to_copy"),
+    *("mse_loss", "smooth_l1_loss", "huber_loss", "mse_loss_backward", "threshold_backward"),
+    *("convolution", "convolution_backward", "native_layer_norm", "native_batch_norm", "native_group_norm"),
+)
+
+
+def learning_rate_non_finite(birth: Birth, trace: Trace) -> Cause | None:
+    """The learning rate itself is NaN or inf."""
+    constant = birth.kind == BirthKind.CONSTANT.value and _named(birth, _RATES)
+    last = trace.learning_rates[-1] if trace.learning_rates else 0.0
+    in_step = birth.phase == "optimizer" and not math.isfinite(last)
+    if not constant and not in_step:
+        return None
+    if math.isfinite(last):
+        last = _value(birth)
+    before = [r for r in trace.learning_rates if math.isfinite(r)][-3:]
+    said = f"The learning rate is {number(last)}" if not math.isfinite(last) else "The learning rate is not finite"
+    said += f"; the steps before had {', '.join(number(r) for r in before)}." if before else "."
+    hint = None
+    if (before and before[-1] == 0) or (len(before) > 1 and before[-1] < before[0] and math.isnan(last)):
+        hint = "the schedule ran past its end: lr = base * max(0.0, 1 - it / total) ** power"
+    return cause("learning_rate_non_finite", said, fix=hint)
+
+
+def hyperparameter_non_finite(birth: Birth, trace: Trace) -> Cause | None:
+    """Another option of the optimizer, or a loss scale that grew to inf."""
+    if birth.kind != BirthKind.CONSTANT.value or _named(birth, _RATES):
+        return None
+    option = _named(
+        birth, ("beta", "betas", "beta1", "beta2", "eps", "weight_decay", "momentum", "dampening", "alpha", "rho")
+    )
+    scale = _named(birth, _SCALES) and _says_non_finite(birth)
+    if not option and not scale:
+        return None
+    return cause("hyperparameter_non_finite", f"{birth.tensor_name or birth.op} is {number(_value(birth))}.")
+
+
+def loss_scale_zero(birth: Birth, trace: Trace) -> Cause | None:
+    """The loss scale is 0, and something divides by it."""
+    if birth.kind == BirthKind.CONSTANT.value:
+        if not _named(birth, _SCALES) or _says_non_finite(birth):
+            return None
+        return cause("loss_scale_zero", "The loss scale is 0: unscaling divides by it.")
+    if op_of(birth) == "amp_foreach_non_finite_check_and_unscale":
+        inverse = next((s for s in operands(birth)[-1:] if has_inf(s)), None)
+        return cause("loss_scale_zero", "The inverse of the loss scale is inf.") if inverse is not None else None
+    if not user_written(birth, "div", "reciprocal") or birth.phase not in ("loss", "backward", "optimizer"):
+        return None
+    below = operand(birth, 1 if op_of(birth) == "div" else 0)
+    if below is None or below.numel != 1 or not below.zero_count:
+        return None
+    if not mentions(birth, r"scale") and "scale" not in (birth.tensor_name or ""):
+        return None
+    dtype = birth.inputs[-1].whole.dtype if birth.inputs else ""
+    return cause(
+        "loss_scale_zero",
+        f"The loss scale is exactly 0 ({plain(dtype)}), and unscaling divides by it.",
+        fix="scale = (scale / 2).clamp_min(1.0), kept in float32; or torch.amp.GradScaler",
+    )
+
+
+def clip_spreads_nan(birth: Birth, trace: Trace) -> Cause | None:
+    """Clipping met a gradient that was already bad."""
+    if not _is_clip(birth) or not any(s.bad_count for s in operands(birth)):
+        return None
+    bad = sum(1 for s in operands(birth) if s.bad_count)
+    total = len(birth.inputs)
+    which = f" ({birth.tensor_name})" if birth.tensor_name else ""
+    said = f"{bad} of {total} gradients{which} {'was' if bad == 1 else 'were'} non-finite before clipping; after it all are." if total > 1 else f"A gradient{which} was non-finite before clipping."  # fmt: skip
+    return cause("clip_spreads_nan", said)
+
+
+def clip_norm_overflow(birth: Birth, trace: Trace) -> Cause | None:
+    """The gradients are finite, their norm is not."""
+    if any(s.bad_count for s in operands(birth)) or not by_operation(birth):
+        return None
+    outside = birth.phase in ("optimizer", "backward") and not is_derivative(birth)
+    by_hand = outside and op_of(birth) in ("norm", "pow", "mul", "sum", "dot") and mentions(birth, _CLIP)
+    by_norm = outside and op_of(birth) == "norm" and not in_optimizer_step(birth)
+    if not _is_clip(birth) and not by_hand and not by_norm:
+        return None
+    sizes = [max(abs(s.min), abs(s.max)) for s in operands(birth) if s.min is not None and s.max is not None]
+    greatest = f" (greatest element {number(max(sizes))})" if sizes else ""
+    return cause(
+        "clip_norm_overflow",
+        f"Every gradient is finite{greatest}, and the norm over them overflows "
+        f"{plain(out_dtype(birth)) or 'its dtype'}.",
+    )
+
+
+def _is_clip(birth: Birth) -> bool:
+    return op_of(birth) in ("clip_grad_norm", "clip_grads_with_norm") and by_operation(birth)
+
+
+def optimizer_state_overflow(birth: Birth, trace: Trace) -> Cause | None:
+    """A second moment beyond its dtype: seen as it is made, or found in the state."""
+    op = op_of(birth)
+    if by_operation(birth):
+        squares = op in ("addcmul", "pow", "mul", "lerp", "mean", "norm")
+        if not squares or not in_optimizer_step(birth) or not overflowed(birth):
+            return None
+        sizes = [max(abs(s.min), abs(s.max)) for s in operands(birth)[-1:] if s.min is not None and s.max is not None]
+        greatest = f" of up to {number(sizes[0])}" if sizes else ""
+        return cause(
+            "optimizer_state_overflow", f"The optimizer squares gradients{greatest}, beyond {plain(out_dtype(birth))}."
+        )
+    if not _is_state(birth) or not _SECOND_MOMENTS.search(birth.tensor_name or ""):
+        return None
+    stats = birth.output or (birth.inputs[0].whole if birth.inputs else None)
+    if stats is None or stats.nan_count or not stats.posinf_count:
+        return None
+    return cause(
+        "optimizer_state_overflow",
+        f"{stats.posinf_count} of {stats.numel} values of {birth.tensor_name} are inf, none is NaN.",
+    )
+
+
+def optimizer_state_non_finite(birth: Birth, trace: Trace) -> Cause | None:
+    """A moment that was bad before the step."""
+    if by_operation(birth) or birth.kind == BirthKind.CONSTANT.value or not _is_state(birth):
+        return None
+    stats = birth.output or (birth.inputs[0].whole if birth.inputs else None)
+    counted = f"{stats.bad_count} of {stats.numel} values of " if stats is not None and stats.bad_count else ""
+    return cause(
+        "optimizer_state_non_finite",
+        f"{counted}{birth.tensor_name or 'a moment'} {'are' if counted else 'is'} non-finite before the step.",
+    )
+
+
+def _is_state(birth: Birth) -> bool:
+    if op_of(birth) == "optimizer_state" or "optimizer_state" in birth.note:
+        return True
+    return birth.phase in ("optimizer", "state") and _STATE_KEYS.search(birth.tensor_name or "") is not None
+
+
+def gradients_accumulated(birth: Birth, trace: Trace) -> Cause | None:
+    """Gradients that nobody zeroed: the tracer saw it, or their norm grows by the same amount each step."""
+    if NOT_ZEROED in birth.note:
+        return cause(
+            "gradients_accumulated",
+            "Gradients of the step before were still there when the backward began.",
+            _norms(trace),
+        )
+    found = linear_growth(trace.grad_norms)
+    if found is None or growth(trace.grad_norms) is not None or not _carried(birth):
+        return None
+    return cause(
+        "gradients_accumulated",
+        f"The gradient norm grew by about the same amount in each of {found.steps} steps: {_from_to(found)}.",
+    )
+
+
+def learning_rate_too_high(birth: Birth, trace: Trace) -> Cause | None:
+    """Something overflowed after growing by a factor per step, or after the learning rate jumped."""
+    if not _carried(birth):
+        return None
+    found, what = growth(trace.losses), "loss"
+    risen = jump(trace.learning_rates)
+    if found is None and risen is None:
+        return None
+    said = [f"The {what} grew from {_from_to(found)} in {found.steps} steps, {number(found.factor)}-fold each."] if found is not None else []  # fmt: skip
+    said.append(_norms(trace))
+    if risen is not None:
+        said.append(f"The learning rate had jumped from {number(risen[0])} to {number(risen[1])}.")
+    elif trace.learning_rates:
+        said.append(f"The learning rate is {number(trace.learning_rates[-1])}.")
+    said.append(f"{birth.call or birth.op} overflowed first; it only passed on what had grown.")
+    rate = trace.learning_rates[-1] if trace.learning_rates else None
+    tenth = (
+        f"a learning rate of {number(rate / 10)} or less"
+        if rate and math.isfinite(rate)
+        else "a tenth of the learning rate"
+    )
+    return cause(
+        "learning_rate_too_high",
+        *said,
+        fix=f"{tenth}; scale the inputs to unit variance, warm up, or clip_grad_norm_(params, 1.0)",
+    )
+
+
+def gradient_explosion(birth: Birth, trace: Trace) -> Cause | None:
+    """The gradient norm grew by a factor per step until something overflowed."""
+    found = growth(trace.grad_norms)
+    if found is None or not _carried(birth):
+        return None
+    said = f"The gradient norm grew from {_from_to(found)} in {found.steps} steps, {number(found.factor)}-fold each."
+    return cause(
+        "gradient_explosion", said, fix="torch.nn.utils.clip_grad_norm_(params, 1.0), and a lower learning rate"
+    )
+
+
+def _carried(birth: Birth) -> bool:
+    """True when an operation overflowed that only passes on what had grown."""
+    ran_away = ("exp", "expm1", "exp2")
+    if birth.phase not in ("forward", "loss", "backward") or op_of(birth) not in (*_CARRIERS, *ran_away):
+        return False
+    return overflowed(birth)
+
+
+def _norms(trace: Trace) -> str:
+    found = growth(trace.grad_norms)
+    return f"The gradient norm grew from {_from_to(found)} meanwhile." if found is not None else ""
+
+
+def _from_to(found: Growth) -> str:
+    return f"{number(found.first)} to {number(found.last)}"
+
+
+def _named(birth: Birth, names: tuple[str, ...]) -> bool:
+    words = re.split(r"[^a-z0-9_]+", f"{birth.op} {birth.tensor_name or ''}".lower())
+    return any(word.strip("_") in names for word in words)
+
+
+def _value(birth: Birth) -> float:
+    """The number that a constant holds, as far as its arguments or note tell; NaN where they do not."""
+    for text in (*birth.args, birth.note):
+        found = re.search(r"(?<![\w.])[-+]?(?:inf|nan|\d+\.?\d*(?:e[-+]?\d+)?)(?![\w.])", text, re.IGNORECASE)
+        if found:
+            return float(found.group())
+    return math.nan
+
+
+def _says_non_finite(birth: Birth) -> bool:
+    texts = " ".join((*birth.args, birth.note)).lower()
+    return re.search(r"\b(nan|inf)\b", texts) is not None or made_nan_known(birth)
+
+
+def made_nan_known(birth: Birth) -> bool:
+    """True when the result is known and holds NaN."""
+    return birth.output is not None and made_nan(birth)
+
+
+#: In order of specificity: before the rules that look at the operation.
+RULES: tuple[Rule, ...] = (
+    learning_rate_non_finite,
+    hyperparameter_non_finite,
+    loss_scale_zero,
+    clip_spreads_nan,
+    clip_norm_overflow,
+    optimizer_state_overflow,
+    optimizer_state_non_finite,
+)
+#: Explanations of an overflow by what happened over the steps before.
+GROWTH: tuple[Rule, ...] = (gradients_accumulated, learning_rate_too_high, gradient_explosion)

@@ -1,0 +1,445 @@
+"""What one detector does when something happens: hooks and patches call here, and it decides in which order."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from nan_detector._before import before_sentences
+from nan_detector._book import Book
+from nan_detector._config import Config, Policy, Replay, Watch, policy_named
+from nan_detector._errors import NonFiniteError
+from nan_detector._gate import Reading, Suspicion, column_names, confirm, take
+from nan_detector._hit import Finding, complete, investigate, new_event, weights_state
+from nan_detector._hyper import bad_hyperparameter
+from nan_detector._naming import Names
+from nan_detector._quiet import quiet
+from nan_detector._recorder import Recorder
+from nan_detector._records import GradEvent, NaNEvent, WarningRecord
+from nan_detector._roots import Roots
+from nan_detector._session import Session, session
+from nan_detector._skip import cancelled, closure_of, is_stand_in, judged
+from nan_detector._state import is_replaying, logger, strict
+from nan_detector._summary import headline
+from nan_detector._tape import Entry
+from nan_detector._watchers import LayerWatch, OpWatch, StepWatch
+
+Tensor = torch.Tensor
+T = TypeVar("T")
+
+#: Steps over which the mean overhead is taken.
+OVERHEAD_STEPS = 1000
+#: Root calls in a loop without an optimizer after which the oldest are judged anyway.
+MAX_UNJUDGED = 64
+
+
+class Engine:
+    """The working half of a `NaNDetector`, from attach to detach."""
+
+    def __init__(self, models: dict[str, torch.nn.Module], config: Config, book: Book) -> None:
+        self.models = models
+        self.config = config
+        self.book = book
+        self.names = Names(models)
+        self.recorder = Recorder(config.history)
+        self.lock = threading.RLock()
+        self.overheads: deque[float] = deque(maxlen=OVERHEAD_STEPS)
+        self.told_step: int | None = None
+        self.sample_ids: tuple[str, ...] = ()
+        self.groups = 0
+        self.stopped = False  # a policy "stop" is waiting to be noticed
+        self.noticed = False
+        self.standing_down = False
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._owned: dict[int, tuple[weakref.ref[Any], bool]] = {}
+        self._names_by_id = {id(p): name for name, p in self.names.parameters()}
+        self._columns: dict[tuple[tuple[str, ...], bool], tuple[str, ...]] = {}
+        self._spent = 0.0
+        self._warned_step: int | None = None
+        self._kind: StepWatch = {Watch.STEP: StepWatch, Watch.LAYERS: LayerWatch, Watch.OPS: OpWatch}[config.watch](self)
+        self.roots = Roots(list(models.values()), self.on_enter, self.on_leave, self.contain)
+
+    # -- the user's view -------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The step that is running."""
+        return self.told_step if self.told_step is not None else self.groups
+
+    def open(self, current: Session) -> None:
+        """Begin to watch on the calling thread."""
+        current.users += 1
+        current.home = True
+        current.push()
+        self._kind.open()
+
+    def close(self, current: Session, error: BaseException | None) -> None:
+        """Judge what is left and leave no hook behind."""
+        self.contain(lambda: self._finish(current, error))
+        self._kind.close()
+        self.roots.remove()
+        current.users -= 1
+        if current.users == 0:
+            current.close()
+
+    def contain(self, work: Callable[[], T]) -> T | None:
+        """Run our own work so that a bug in it never stops the user's training."""
+        if self.standing_down:
+            return None
+        started = time.perf_counter()
+        try:
+            return work()
+        except NonFiniteError:
+            raise
+        except Exception:
+            self.standing_down = True
+            if strict():
+                raise
+            logger.exception("nan_detector has a bug and stands down; training goes on unwatched. Please report this.")
+            return None
+        finally:
+            self._spent += time.perf_counter() - started
+
+    # -- root calls ------------------------------------------------------------------------------------------------
+
+    def on_enter(self, current: Session, training: bool) -> None:
+        """A watched model is about to be called, outermost."""
+        if not training:
+            return
+        if self.stopped and not self.noticed and not current.busy:
+            event = self.book.events[0]
+            raise NonFiniteError(f"{headline(event)}. Training went on although the step was stopped.", event)
+        if not self.optimizers and current.tape.backwards:
+            # A loop that writes its own update: its last step is judged here, before the next begins.
+            self.contain(lambda: self._judge_without_optimizer(current))
+
+    def on_leave(self, current: Session, entry: Entry, output: Any) -> None:
+        """A watched model has returned."""
+        if not entry.grad_enabled:
+            self._drop_idle(current)
+        elif not current.tape.backwards:
+            self._drop_abandoned(current, entry)
+
+    def _drop_idle(self, current: Session) -> None:
+        """Evaluation: calls without gradients pile up until something needs them, and nothing will."""
+        tape = current.tape
+        if not tape.backwards and len(tape.entries) > MAX_UNJUDGED and not tape.anything_alive():
+            tape.judged(keep_alive=False)
+
+    def _drop_abandoned(self, current: Session, entry: Entry) -> None:
+        """A forward whose outputs are all gone was dropped by the loop itself."""
+        tape = current.tape
+        before = [e for e in tape.entries if e is not entry and e.kind == "root" and e.number < entry.number]
+        if before and not any(r() is not None for e in before for r in e.made):
+            wanted = tape.needed([e for e in tape.entries if e.number >= entry.number or any(r() is not None for r in e.made)])
+            tape.keep_only(wanted)
+
+    def _judge_without_optimizer(self, current: Session) -> None:
+        pairs = [(n, p.grad) for n, p in self.names.parameters() if p.grad is not None]
+        self._judge(current, [n for n, _ in pairs], [g for _, g in pairs], None)
+        self._end_of_step(current)
+
+    # -- optimizer steps -------------------------------------------------------------------------------------------
+
+    def owns(self, optimizer: Any) -> bool:
+        """True when `optimizer` steps a parameter of a watched model."""
+        found = self._owned.get(id(optimizer))
+        if found is not None and found[0]() is optimizer:
+            return found[1]
+        owned = any(id(p) in self._names_by_id for group in optimizer.param_groups for p in group["params"])
+        self._owned[id(optimizer)] = (weakref.ref(optimizer), owned)
+        return owned
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any, current: Session) -> tuple[Any, Any] | None:
+        """The gate. None lets the step through; a replaced call takes its place."""
+        if self.standing_down or is_stand_in(optimizer) or not self.owns(optimizer):
+            return None
+        self.optimizers.add(optimizer)
+        current.gates += 1
+        if closure_of(args, kwargs) is not None:
+            return self._gate_closure(optimizer, args, kwargs, current)
+        refuse = self.contain(lambda: self._gate(optimizer, current))
+        return cancelled(optimizer, args, kwargs) if refuse else None
+
+    def _gate_closure(self, optimizer: Any, args: Any, kwargs: Any, current: Session) -> tuple[Any, Any] | None:
+        """`step(closure)`: the gradients do not exist yet; judge after the closure has made them."""
+
+        def refuse(loss: Any, can_cancel: bool) -> bool:
+            current.pause_again()
+            return bool(self.contain(lambda: self._gate(optimizer, current))) and can_cancel
+
+        replaced = judged(optimizer, args, kwargs, refuse)
+        if replaced is None:
+            return None
+        return current.recording_closure(replaced)
+
+    def after_step(self, optimizer: Any, current: Session) -> None:
+        """The step was taken or stood in for."""
+        if self.standing_down or not self.owns(optimizer):
+            return
+        self._end_of_step(current)
+
+    def _end_of_step(self, current: Session) -> None:
+        self.groups += 1
+        self.overheads.append(1000.0 * (self._spent + current.take_spent()))
+        self._spent = 0.0
+
+    def _collect(self, optimizer: Any) -> tuple[list[str], list[Tensor]]:
+        names, grads, known = [], [], self._names_by_id
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                g = p.grad
+                if g is not None:
+                    grads.append(g)
+                    names.append(known.get(id(p)) or f"optimizer parameter {len(names)}")
+        return names, grads
+
+    def _gate(self, optimizer: Any, current: Session) -> bool:
+        """Judge the step that is about to be taken. True when it must not be."""
+        with quiet():
+            names, grads = self._collect(optimizer)
+        if not current.tape.pending() and not self.roots.armed and not self._has_moment(current):
+            self.roots.arm_children()
+        return self._judge(current, names, grads, optimizer)
+
+    @staticmethod
+    def _has_moment(current: Session) -> bool:
+        return any(e.kind == "root" for e in current.tape.entries)
+
+    def _judge(self, current: Session, names: list[str], grads: list[Tensor], optimizer: Any) -> bool:
+        tape = current.tape
+        pending = tape.pending()
+        if pending and not self.roots.armed and not self._has_moment(current):
+            self.roots.arm_children()
+        losses = [loss for e in pending for loss in e.losses]
+        columns, extra = self._kind.collect()
+        reading, extremes = take(grads, losses, extra)
+        problem = bad_hyperparameter(optimizer) if optimizer is not None else None
+        if problem is not None and problem.kind == "negative":
+            problem = None
+        refuse = False
+        suspicion = None
+        if reading.suspicious or problem is not None:
+            suspicion = confirm(names, grads, losses)
+            if problem is not None:
+                suspicion = Suspicion(suspicion.losses, suspicion.gradients, suspicion.loss, problem)
+            if suspicion and not self._others_loss(current, suspicion, pending, grads):
+                refuse = self._hit(current, suspicion, pending, optimizer)
+            else:
+                suspicion = None
+        self._record(reading, names, bool(losses), optimizer, current)
+        if not suspicion:
+            self._warn_of_norms(reading, names)
+            self._kind.healthy(current, columns, extremes)
+        tape.judged(keep_alive=len(self.optimizers) != 1 or self.groups < 2)
+        self._kind.next_step()
+        return refuse
+
+    def _others_loss(self, current: Session, suspicion: Suspicion, pending: list[Entry], grads: list[Tensor]) -> bool:
+        """True when the only thing bad is the loss of a model that this detector does not watch."""
+        if suspicion.gradients or suspicion.hyper is not None:
+            return False
+        roots = {id(m) for model in self.models.values() for m in model.modules()}
+        count = 0
+        for e in pending:
+            bad = any(count + i in suspicion.losses for i in range(len(e.losses)))
+            count += len(e.losses)
+            if bad and any(n.kind != "root" or id(n.owner) in roots for n in current.tape.needed([e]) if n is not e):
+                mine = [n for n in current.tape.needed([e]) if n.kind == "root"]
+                if not mine or any(id(n.owner) in roots for n in mine):
+                    return False
+        return True
+
+    def _record(self, reading: Reading, names: list[str], has_loss: bool, optimizer: Any, current: Session) -> None:
+        if not names and not has_loss:
+            return
+        key = (tuple(names), has_loss)
+        columns = self._columns.get(key)
+        if columns is None:
+            columns = self._columns[key] = column_names(names, has_loss)
+        lr = scale = None
+        if optimizer is not None:
+            rate = optimizer.param_groups[0].get("lr")
+            lr = float(rate) if isinstance(rate, (int, float)) else None
+        if current.scaler is not None:
+            scale = current.scaler_scale
+        with quiet(), self.lock:
+            self.recorder.set_columns(columns)
+            self.recorder.append(self.step, reading.row, lr, scale)
+        if self.book.log is not None and reading.loss is not None:
+            from nan_detector._records import StepRow
+
+            self.book.write(StepRow(self.step, reading.loss, reading.total, reading.largest, lr, scale))
+
+    # -- warnings ----------------------------------------------------------------------------------------------------
+
+    def check_grad_norms(self) -> bool:
+        """Look at the gradient norms now. True when a warning was logged in this call."""
+        pairs = [(n, p.grad) for n, p in self.names.parameters() if p.grad is not None]
+        if not pairs:
+            return False
+        with session().off():
+            reading, _ = take([g for _, g in pairs], ())
+        return self._warn_of_norms(reading, [n for n, _ in pairs])
+
+    def _warn_of_norms(self, reading: Reading, names: list[str]) -> bool:
+        threshold = self.config.grad_norm_warn
+        if reading.largest is None or not reading.largest > threshold or self._warned_step == self.step:
+            return False
+        self._warned_step = self.step
+        warned = False
+        with quiet():
+            each = reading.norms.tolist()
+        for name, norm in zip(names, each, strict=True):
+            if norm > threshold and norm != float("inf"):
+                layer, _, parameter = name.rpartition(".")
+                record = GradEvent(self.step, layer, parameter or name, norm, threshold)
+                self.book.warn(
+                    record, f"step {self.step}: the gradient norm of {name} is {norm:.3g}, above grad_norm_warn={threshold:g}"
+                )
+                warned = True
+        return warned
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def _hit(self, current: Session, suspicion: Suspicion, pending: list[Entry], optimizer: Any) -> bool:
+        """A confirmed bad step: write it down, find out, act. True when the step must not be taken."""
+        if self.config.stop_on_first and self.book.events and any(e.severity == "error" for e in self.book.events):
+            return self.config.on_nan in (Policy.STOP, Policy.SKIP)
+        event = new_event(
+            self.step,
+            suspicion,
+            phase="loss" if suspicion.losses else "backward" if suspicion.gradients else "optimizer",
+            micro_step=max(0, len(pending) - 1),
+        )
+        self.book.provisional(event)
+        event = self._explained(current, event, suspicion, optimizer)
+        policy = self._policy(event)
+        bad = weights_state(self.names.parameters(), ())
+        if policy is Policy.WARN and optimizer is not None:
+            weights = f"damaged since step {self.step}"
+        else:
+            weights = "clean" if bad == "clean" else f"damaged since step {self.step if event.phase != 'state' else 0}"
+        from dataclasses import replace
+
+        event = replace(event, weights=weights, action=policy.value, sample_id=self._ids(event.sample_index))
+        self.book.final(event)
+        return self._act(policy, event)
+
+    def _explained(self, current: Session, event: NaNEvent, suspicion: Suspicion, optimizer: Any) -> NaNEvent:
+        """`_explain`, or the provisional event made final: a bug in the search must not cost the protection."""
+        try:
+            return self._explain(current, event, suspicion, optimizer)
+        except Exception as error:
+            if strict():
+                raise
+            logger.exception("the search for the origin failed; the event keeps what the gate saw")
+            from dataclasses import replace
+
+            return replace(event, status="final", notes=(*event.notes, f"the search failed: {type(error).__name__}: {error}"))
+
+    def _explain(self, current: Session, event: NaNEvent, suspicion: Suspicion, optimizer: Any) -> NaNEvent:
+        steps, columns = self.recorder.columns(200)
+        history = {k: tuple(v) for k, v in columns.items()}
+        if suspicion.hyper is not None and not suspicion.losses and not suspicion.gradients:
+            from nan_detector._optimizer_events import hyper_event
+
+            return hyper_event(event, suspicion.hyper, before_sentences(columns, steps, layer=None))
+        if self.config.replay is Replay.OFF:
+            finding = Finding(notes=("replay='off': only what the gate saw is known",))
+        else:
+            finding = self._kind.explain(current, suspicion)
+            if finding is None:
+                with current.off():
+                    finding = investigate(current.tape, self.models, self.config.replay_budget_s)
+        layer = finding.trace.birth.layer_name if finding.trace is not None and finding.trace.birth is not None else None
+        return complete(event, finding, history, before_sentences(columns, steps, layer=layer))
+
+    def _policy(self, event: NaNEvent) -> Policy:
+        chosen = self.config.on_nan
+        if isinstance(chosen, Policy):
+            return chosen
+        return policy_named(chosen(event), "the answer of on_nan")
+
+    def _act(self, policy: Policy, event: NaNEvent) -> bool:
+        if policy is Policy.RAISE:
+            raise NonFiniteError(str(event), event)
+        if policy is Policy.STOP:
+            self.stopped, self.noticed = True, False
+        return policy in (Policy.STOP, Policy.SKIP)
+
+    def _ids(self, rows: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(self.sample_ids[r] for r in rows if r < len(self.sample_ids))
+
+    def warn(self, kind: str, message: str, **more: Any) -> None:
+        """A warning record."""
+        self.book.warn(WarningRecord(kind=kind, step=self.step, message=message, **more), message)
+
+    # -- everything else that happens ------------------------------------------------------------------------------------
+
+    def gradients_dropped(self, owner: Any, current: Session) -> None:
+        """`zero_grad`: backward passes that were never stepped were given up by the loop itself."""
+        tape = current.tape
+        if self.standing_down or not tape.backwards or is_replaying() or current.stepping:
+            return
+        mine = owner in self.models.values() if isinstance(owner, torch.nn.Module) else self.owns(owner)
+        if not mine:
+            return
+        if not self.optimizers:
+            self.contain(lambda: self._judge_without_optimizer(current))
+        else:
+            tape.judged(keep_alive=True)
+
+    def scaler_skipped(self, scaler: Any, optimizer: Any, current: Session) -> None:
+        """The GradScaler did not step: an overflow of scaled gradients is its business, a NaN of the loss is ours."""
+        if self.standing_down or not self.owns(optimizer):
+            return
+        self.optimizers.add(optimizer)
+        self.contain(lambda: self._judge(current, [], [], None))
+        self._end_of_step(current)
+
+    def set_batch(self, index: int, sample_ids: tuple[str, ...], current: Session) -> None:
+        """The user names the step that begins."""
+        self.told_step, self.sample_ids = index, sample_ids
+        if not current.tape.backwards:
+            current.tape.judged(keep_alive=True)
+
+    def _finish(self, current: Session, error: BaseException | None) -> None:
+        """Judge what the last gate has not seen."""
+        tape = current.tape
+        if isinstance(error, (NonFiniteError, KeyboardInterrupt, SystemExit, GeneratorExit)):
+            return
+        if tape.pending():
+            pairs = [(n, p.grad) for n, p in self.names.parameters() if p.grad is not None]
+            with current.off():
+                self._judge(current, [n for n, _ in pairs], [g for _, g in pairs], None)
+        elif error is not None and any(e.number >= tape.boundary for e in tape.entries):
+            self._after_exception(current, error)
+
+    def _after_exception(self, current: Session, error: BaseException) -> None:
+        """The user's code raised: if a bad value made it do so, the event must still be there."""
+        with current.off():
+            finding = investigate(current.tape, self.models, self.config.replay_budget_s)
+        if finding.trace is None or finding.trace.birth is None:
+            return
+        from dataclasses import replace
+
+        event = new_event(self.step, Suspicion(), phase="forward")
+        event = replace(event, symptom=f"the step raised {type(error).__name__}")
+        self.book.provisional(event)
+        steps, columns = self.recorder.columns(200)
+        event = complete(event, finding, {k: tuple(v) for k, v in columns.items()}, before_sentences(columns, steps, layer=None))
+        self.book.final(replace(event, action="raised by the training"))
+
+
+def parameters_with_gradients(names: Names) -> Iterator[tuple[str, Tensor]]:
+    """Name and gradient of each parameter that has one."""
+    for name, p in names.parameters():
+        if p.grad is not None:
+            yield name, p.grad

@@ -1,0 +1,121 @@
+"""The gate's measurement: one vector of norms and the loss, of which three numbers are read to the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nan_detector import _finite
+from nan_detector._before import GRAD_NORM, GRAD_NORM_OF, LOSS, MAX_GRAD_NORM
+from nan_detector._norms import norms
+from nan_detector._quiet import quiet
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one gate measured.
+
+    Attributes:
+        row: Vector on the device: loss (where there is one), total and largest gradient norm, each norm.
+        loss: Mean of the losses since the last gate; None where there was none.
+        total: L2 norm of all gradients together; None where there is no gradient.
+        largest: Largest norm of one gradient.
+    """
+
+    row: Tensor
+    norms: Tensor
+    loss: float | None
+    total: float | None
+    largest: float | None
+
+    @property
+    def suspicious(self) -> bool:
+        """True when something is not finite, or so large that its norm is not."""
+        return not all(math.isfinite(v) for v in (self.loss, self.total, self.largest) if v is not None)
+
+
+def take(grads: Sequence[Tensor], losses: Sequence[Tensor], extra: Tensor | None = None) -> tuple[Reading, list[float]]:
+    """Measure gradients and losses with one read to the host.
+
+    Args:
+        grads: Gradients of the parameters about to be stepped.
+        losses: One-element tensors.
+        extra: Further numbers on the device to be read along (per-layer extremes).
+
+    Returns:
+        The reading, and the values of `extra`.
+    """
+    with quiet():
+        each = norms(grads)
+        head: list[Tensor] = []
+        if losses:
+            device, dtype = each.device if len(grads) else losses[0].device, each.dtype
+            flat = [loss.reshape(1).to(device=device, dtype=dtype) if not loss.is_complex() else loss.abs().reshape(1) for loss in losses]
+            head.append(flat[0] if len(flat) == 1 else torch.cat(flat).mean().reshape(1))
+        if len(grads):
+            head.append(torch.linalg.vector_norm(each).reshape(1))
+            head.append(each.max().reshape(1))
+        row = torch.cat([*head, each]) if head else each
+        wanted = row[: len(head)]
+        values = _finite.read(wanted if extra is None else torch.cat([wanted, extra.reshape(-1).to(wanted.device, wanted.dtype)]))
+    numbers = iter(values)
+    loss = next(numbers) if losses else None
+    total, largest = (next(numbers), next(numbers)) if len(grads) else (None, None)
+    return Reading(row, each, loss, total, largest), list(numbers)
+
+
+def column_names(parameters: Sequence[str], has_loss: bool) -> tuple[str, ...]:
+    """Names of the entries of `Reading.row`."""
+    head = [LOSS] if has_loss else []
+    if parameters:
+        head += [GRAD_NORM, MAX_GRAD_NORM]
+    return (*head, *(f"{GRAD_NORM_OF}{p}" for p in parameters))
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """What an exact check confirmed to be bad.
+
+    Attributes:
+        losses: Positions of bad losses among those judged.
+        gradients: Names of parameters whose gradient is bad.
+        loss: Value of the first bad loss, or of the last one.
+    """
+
+    losses: tuple[int, ...] = ()
+    gradients: tuple[str, ...] = ()
+    loss: float | None = None
+    hyper: Any = None
+
+    def __bool__(self) -> bool:
+        return bool(self.losses or self.gradients or self.hyper)
+
+    def symptom(self) -> str:
+        """What was seen, for a person."""
+        parts = []
+        if self.losses:
+            parts.append(f"the loss is {_number(self.loss)}")
+        if self.gradients:
+            shown = ", ".join(self.gradients[:3]) + (f" and {len(self.gradients) - 3} more" if len(self.gradients) > 3 else "")
+            parts.append(f"non-finite gradients of {shown}")
+        if self.hyper is not None:
+            parts.append(self.hyper.message)
+        return "; ".join(parts)
+
+
+def confirm(names: Sequence[str], grads: Sequence[Tensor], losses: Sequence[Tensor]) -> Suspicion:
+    """The exact check after a trip of the screen: element by element, so that it never alarms falsely."""
+    bad_losses = tuple(i for i, loss in enumerate(losses) if not _finite.is_finite(loss))
+    bad_grads = tuple(n for n, g in zip(names, grads, strict=True) if not _finite.is_finite(g))
+    shown = losses[bad_losses[0]] if bad_losses else losses[-1] if losses else None
+    return Suspicion(bad_losses, bad_grads, _finite.scalar(shown) if shown is not None else None)
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value}"

@@ -1,0 +1,219 @@
+"""From a confirmed suspicion to an event: the replay, its lineage, the reason, in that order."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from nan_detector import _finite
+from nan_detector._diagnosis import diagnose
+from nan_detector._errors import ReplayRefused
+from nan_detector._gate import Suspicion
+from nan_detector._naming import Names
+from nan_detector._origin import birth_of, silent_births, trace_of
+from nan_detector._quiet import quiet
+from nan_detector._records import Cause, NaNEvent, Phase, Reproduced, Severity, TensorStats, Verdict
+from nan_detector._replay import Replayed, Step
+from nan_detector._state import logger, strict
+from nan_detector._tape import Entry, Tape
+from nan_detector._trace import Birth, BirthKind, GuiltyInput, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a replay (or a live trace) found."""
+
+    trace: Trace | None = None
+    reproduced: Reproduced = "not_tried"
+    notes: tuple[str, ...] = ()
+    micro_step: int = 0
+    silent: tuple[Birth, ...] = ()
+
+
+def new_event(step: int, suspicion: Suspicion, *, phase: Phase, micro_step: int = 0, rank: int = 0) -> NaNEvent:
+    """The provisional event: what the gate saw, written down before anything else is done."""
+    return NaNEvent(
+        event_id=uuid.uuid4().hex,
+        status="provisional",
+        step=step,
+        phase=phase,
+        severity="error",
+        micro_step=micro_step,
+        symptom=suspicion.symptom(),
+        loss=suspicion.loss,
+        tensor_name=suspicion.gradients[0] if suspicion.gradients and not suspicion.losses else None,
+        rank=rank,
+        time=time.time(),
+    )
+
+
+def relevant_entries(tape: Tape) -> list[Entry]:
+    """The entries since the last gate, and those they depend on."""
+    recent = [e for e in tape.entries if e.number >= tape.boundary]
+    wanted = tape.needed(recent)
+    return [e for e in tape.entries if e in wanted]
+
+
+def investigate(
+    tape: Tape,
+    models: dict[str, torch.nn.Module],
+    budget_s: float,
+    *,
+    silent: bool = False,
+) -> Finding:
+    """Replay the step on `tape` and trace the harm to its birth. Never raises on the training's account."""
+    notes = [f"dropped: {d}" for d in tape.dropped]
+    entries = relevant_entries(tape)
+    if not entries:
+        return Finding(notes=(*notes, "nothing of this step was recorded, so it cannot be replayed"))
+    step = Step(entries, list(tape.outside.values()), models, Names(models), time.perf_counter() + budget_s)
+    try:
+        replayed = step.run()
+    except ReplayRefused as refusal:
+        return Finding(notes=(*notes, f"not replayed: {refusal}"))
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        return Finding(notes=(*notes, f"not replayed: out of memory ({type(error).__name__})"))
+    except Exception as error:
+        if strict():
+            raise
+        logger.exception("the replay failed; the event keeps what the gate saw")
+        return Finding(notes=(*notes, f"the replay failed: {type(error).__name__}: {error}"))
+    if silent:
+        births = tuple(birth_of(g) for g in silent_births(replayed.tracer))
+        return Finding(reproduced="yes", notes=tuple(notes), silent=births)
+    return _conclude(replayed, notes)
+
+
+def _conclude(replayed: Replayed, notes: list[str]) -> Finding:
+    trace = trace_of(replayed)
+    notes += replayed.notes
+    if replayed.raised is not None:
+        notes.append(f"the step raised {type(replayed.raised).__name__}: {str(replayed.raised).splitlines()[0][:200] if str(replayed.raised) else ''}")
+    micro = replayed.micro_step_of(trace.birth.number) if trace.birth is not None else 0
+    if replayed.same is False:
+        changed = [o.name or "a tensor" for o in replayed.changed]
+        notes.append("the replay gave another loss than the step itself" + (f" ({', '.join(changed[:3])} was changed in place since)" if changed else ""))
+        if trace.birth is not None:
+            where = trace.birth.location
+            notes.append(
+                f"in the replay, not in the step itself, {trace.birth.op} made it"
+                + (f" at {where.file}:{where.line}" if where is not None else "")
+            )
+        return Finding(None, "no", tuple(notes), micro)
+    if trace.birth is None:
+        if replayed.opaque:
+            notes.append(
+                f"{replayed.opaque[0]} was made by code that the recorder does not see (a compiled function, an extension): "
+                "run the step through det.run_step to have it replayed whole"
+            )
+        else:
+            notes.append("the same step again is finite")
+        return Finding(None, "no", tuple(notes), micro)
+    return Finding(trace, "yes", tuple(notes), micro)
+
+
+_PHASES: dict[str, Phase] = {
+    "data": "data", "forward": "forward", "loss": "loss", "backward": "backward", "optimizer": "optimizer", "state": "state",
+}  # fmt: skip
+
+_VERDICTS: dict[str, Verdict] = {"input": "data", "label": "data", "parameter": "state", "buffer": "state"}
+
+
+def complete(event: NaNEvent, finding: Finding, history: dict[str, tuple[float, ...]], before: tuple[str, ...]) -> NaNEvent:
+    """The final event: the provisional one with the finding, its cause and what had been growing."""
+    trace = finding.trace
+    if trace is None or trace.birth is None:
+        return replace(
+            event,
+            status="final",
+            reproduced=finding.reproduced,
+            notes=(*event.notes, *finding.notes),
+            before=before,
+            verdict="not_reproducible" if finding.reproduced == "no" else "undecided",
+        )
+    trace = replace(
+        trace,
+        losses=history.get("loss", ()),
+        grad_norms=history.get("grad_norm", ()),
+        learning_rates=history.get("lr", ()),
+    )
+    birth: Birth = trace.birth  # type: ignore[assignment]  # checked above; replace() keeps it
+    cause, runners_up = diagnose(trace)
+    notes = list(finding.notes)
+    notes += [f"could also be: {c.title}" for c in runners_up]
+    return replace(
+        event,
+        status="final",
+        phase=_PHASES.get(birth.phase, event.phase),
+        op=birth.op,
+        call=birth.call,
+        layer_name=birth.layer_name,
+        module_type=birth.module_type,
+        location=birth.location,
+        tensor_name=birth.tensor_name,
+        inputs=_input_stats(birth.inputs, birth),
+        output=birth.output,
+        cause=cause,
+        verdict=_verdict(birth, cause),
+        spread=trace.spread,
+        before=before,
+        reproduced=finding.reproduced,
+        micro_step=finding.micro_step,
+        sample_index=birth.sample_index,
+        notes=(*event.notes, *notes, *((birth.note,) if birth.note else ())),
+    )
+
+
+def _input_stats(inputs: tuple[GuiltyInput, ...], birth: Birth) -> tuple[TensorStats, ...]:
+    if birth.derivative_of is not None and birth.forward_inputs:
+        return birth.forward_inputs
+    return tuple(i.whole for i in inputs)
+
+
+def _verdict(birth: Birth, cause: Cause | None) -> Verdict:
+    found = _VERDICTS.get(birth.kind)
+    if found is not None:
+        return found
+    if cause is not None and cause.code in ("half_overflow", "half_gradient_overflow", "eps_underflow", "underflow_to_zero"):
+        return "precision"
+    if birth.kind in (BirthKind.OPERATION.value, BirthKind.INTENDED_MET.value, BirthKind.INTENDED_REACHED.value):
+        return "formula"
+    return "undecided"
+
+
+def silent_event(step: int, birth: Birth, cause: Cause | None, rank: int = 0) -> NaNEvent:
+    """An overflow that arithmetic absorbed: an event that never triggers anything."""
+    severity: Severity = "silent"
+    return NaNEvent(
+        event_id=uuid.uuid4().hex,
+        status="final",
+        step=step,
+        phase=_PHASES.get(birth.phase, "forward"),
+        severity=severity,
+        op=birth.op,
+        call=birth.call,
+        layer_name=birth.layer_name,
+        module_type=birth.module_type,
+        location=birth.location,
+        inputs=_input_stats(birth.inputs, birth),
+        output=birth.output,
+        cause=cause,
+        verdict=_verdict(birth, cause),
+        symptom="an infinity was absorbed on its way: the loss does not show it",
+        reproduced="yes",
+        rank=rank,
+        time=time.time(),
+    )
+
+
+def weights_state(parameters: Any, buffers: Any) -> str:
+    """'clean', or which parameter or buffer holds non-finite values."""
+    with quiet():
+        for name, t in [*parameters, *buffers]:
+            if not _finite.is_finite(t):
+                return name  # type: ignore[no-any-return]  # pairs of str and Tensor
+    return "clean"

@@ -1,0 +1,258 @@
+"""The kept start of one call of a watched module: what a replay needs to make the call again.
+
+No tensor is read and none is copied, except buffers and attributes that the model's first calls showed to change in a
+way that matters.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nan_detector._session import restore_rng, rng_state
+
+Tensor = torch.Tensor
+
+#: Root calls that are looked at closely to learn what the model changes when it is called.
+LEARNING_CALLS = 3
+
+#: Largest tensor attribute, in elements, that a Moment copies.
+MAX_COPIED = 1 << 20
+
+#: A module's own bookkeeping, restored by other means or never touched by a forward.
+_MACHINERY = frozenset(
+    {
+        "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_backward_pre_hooks",
+        "_backward_hooks", "_is_full_backward_hook", "_forward_hooks", "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks",
+        "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "forward",
+    }
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Moment:
+    """The start of a call of `module`."""
+
+    module: Any
+    rng: tuple[Tensor, ...]
+    python_rng: Any = None
+    numpy_rng: Any = None
+    buffers: tuple[tuple[Any, str, Tensor], ...] = ()
+    attributes: tuple[tuple[Any, str, Any], ...] = ()
+    generators: tuple[tuple[torch.Generator, Tensor], ...] = ()
+    versions: tuple[tuple[Tensor, int], ...] = ()
+    rng_after: tuple[Tensor, ...] | None = None
+    raised: bool = False
+
+
+class Habits:
+    """What calls of one module were seen to change. Learned from its first calls, then only looked up."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.calls = 0
+        self.python_rng = False
+        self.numpy_rng = False
+        self.buffers: set[tuple[int, str]] = set()
+        self.attributes: set[tuple[int, str]] = set()
+        self.written: set[tuple[int, str]] = set()  # attributes that hold a tensor which the call writes in place
+        self.writes_inputs = False
+        self.modules = list(module.modules())
+        self.generators = [v for m in self.modules for v in vars(m).values() if isinstance(v, torch.Generator)]
+        self._before: _Picture | None = None
+
+    @property
+    def learning(self) -> bool:
+        """True while calls are still looked at closely."""
+        return self.calls < LEARNING_CALLS
+
+    def start(self, module: torch.nn.Module) -> Moment:
+        """The Moment of a call that is about to begin."""
+        if self.learning:
+            self._before = _Picture(self.modules)
+            return Moment(
+                module=module,
+                rng=rng_state(),
+                python_rng=random.getstate(),
+                numpy_rng=_numpy_state(),
+                buffers=tuple((m, n, b.detach().clone()) for m, n, b in _buffers(self.modules) if not is_passive_buffer(m, n)),
+                attributes=tuple((m, n, _kept(v, True)) for m in self.modules for n, v in own_attributes(m)),
+                generators=self._generator_states(),
+            )
+        by_id = {id(m): m for m in self.modules} if self.buffers or self.attributes else {}
+        return Moment(
+            module=module,
+            rng=rng_state(),
+            python_rng=random.getstate() if self.python_rng else None,
+            numpy_rng=_numpy_state() if self.numpy_rng else None,
+            buffers=tuple(
+                (by_id[i], n, b.detach().clone())
+                for i, n in self.buffers
+                if (b := by_id[i]._buffers.get(n)) is not None
+            ),
+            attributes=tuple((by_id[i], n, _kept(vars(by_id[i]).get(n), (i, n) in self.written)) for i, n in self.attributes),
+            generators=self._generator_states(),
+        )
+
+    def finish(self, moment: Moment) -> None:
+        """The call has ended: learn from it while that is still going on."""
+        if not self.learning:
+            return
+        self.calls += 1
+        before, self._before = self._before, None
+        if before is None:
+            return
+        self.python_rng |= random.getstate() != moment.python_rng
+        self.numpy_rng |= not _same_numpy(moment.numpy_rng, _numpy_state())
+        for m, n, b in _buffers(self.modules):
+            if before.versions.get((id(m), n)) != (id(b), _version(b)) and not is_passive_buffer(m, n):
+                self.buffers.add((id(m), n))
+        for m in self.modules:
+            for n, v in own_attributes(m):
+                key = (id(m), n)
+                if key not in before.attributes or not _same(before.attributes[key], v):
+                    self.attributes.add(key)
+                elif isinstance(v, Tensor) and before.versions.get(key) != (id(v), _version(v)):
+                    self.attributes.add(key)
+                    self.written.add(key)
+
+    def _generator_states(self) -> tuple[tuple[torch.Generator, Tensor], ...]:
+        return tuple((g, g.get_state()) for g in self.generators)
+
+
+class _Picture:
+    """Identities and versions of buffers and tensor attributes, and values of other attributes, before a call."""
+
+    def __init__(self, modules: list[torch.nn.Module]) -> None:
+        self.attributes = {(id(m), n): v for m, n, v in _attribute_values(modules)}
+        self.versions = {(id(m), n): (id(b), _version(b)) for m, n, b in _buffers(modules)}
+        self.versions |= {k: (id(v), _version(v)) for k, v in self.attributes.items() if isinstance(v, Tensor)}
+
+
+def _version(t: Tensor) -> int:
+    return -1 if t.is_inference() else t._version
+
+
+def _buffers(modules: list[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str, Tensor]]:
+    for m in modules:
+        for n, b in m._buffers.items():
+            if b is not None:
+                yield m, n, b
+
+
+def is_passive_buffer(module: torch.nn.Module, name: str) -> bool:
+    """True for running statistics: a module in training mode writes them and does not read them."""
+    return name in ("running_mean", "running_var", "num_batches_tracked") and isinstance(
+        module, (torch.nn.modules.batchnorm._NormBase, torch.nn.LazyBatchNorm1d)
+    )
+
+
+def own_attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """A module's attributes that are neither parameters, buffers, submodules nor bookkeeping."""
+    for name, value in vars(module).items():
+        if name not in _MACHINERY and not callable(value):
+            yield name, value
+
+
+def _attribute_values(modules: list[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str, Any]]:
+    for m in modules:
+        for n, v in own_attributes(m):
+            yield m, n, frozen_copy(v)
+
+
+def frozen_copy(value: Any) -> Any:
+    """A shallow copy of a container; any other value itself."""
+    if type(value) in (list, dict, set) or type(value).__name__ in ("deque", "OrderedDict", "defaultdict", "Counter"):
+        return copy.copy(value)
+    return value
+
+
+def _kept(value: Any, copy_tensor: bool) -> Any:
+    """An attribute as a Moment keeps it: without the graph behind it, and copied where the call writes into it."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if copy_tensor and value.numel() <= MAX_COPIED else value.detach()
+    return frozen_copy(value)
+
+
+def restore_attribute(module: torch.nn.Module, name: str, value: Any) -> None:
+    """Give `module` back an attribute's earlier value; containers are refilled in place, as others may hold them."""
+    current = vars(module).get(name)
+    if current is value:
+        return
+    if isinstance(current, list) and isinstance(value, list):
+        current[:] = value
+    elif isinstance(current, (dict, set)) and type(current) is type(value):
+        current.clear()
+        current.update(value)
+    else:
+        vars(module)[name] = frozen_copy(value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if type(a) is not type(b) or isinstance(a, Tensor):
+        return False
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(_same(v, b[k]) for k, v in a.items())
+    if isinstance(a, (int, float, str, bool, bytes, complex)):
+        return a == b
+    return False
+
+
+def _numpy_state() -> Any:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random.get_state()
+
+
+def _same_numpy(a: Any, b: Any) -> bool:
+    if a is None or b is None:
+        return a is b
+    return bool(a[0] == b[0] and a[2:] == b[2:] and (a[1] == b[1]).all())
+
+
+def restore(moment: Moment) -> None:
+    """Set the random streams, generators and attributes to what they were at `moment` (buffers: see the replay)."""
+    restore_rng(moment.rng)
+    if moment.python_rng is not None:
+        random.setstate(moment.python_rng)
+    if moment.numpy_rng is not None:
+        sys.modules["numpy"].random.set_state(moment.numpy_rng)
+    for generator, state in moment.generators:
+        generator.set_state(state)
+    for module, name, value in moment.attributes:
+        restore_attribute(module, name, value)
+
+
+class Snapshot:
+    """Everything a replay may disturb outside tensors, taken before it and put back after it."""
+
+    def __init__(self, modules: list[torch.nn.Module], generators: list[torch.Generator]) -> None:
+        self._rng = rng_state()
+        self._python = random.getstate()
+        self._numpy = _numpy_state()
+        self._attributes = list(_attribute_values(modules))
+        self._names = {id(m): (m, set(vars(m))) for m in modules}
+        self._generators = [(g, g.get_state()) for g in generators]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for module, names in self._names.values():
+            for extra in set(vars(module)) - names:
+                del vars(module)[extra]
+        for module, name, value in self._attributes:
+            restore_attribute(module, name, value)
+        restore_rng(self._rng)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        for generator, state in self._generators:
+            generator.set_state(state)

@@ -1,0 +1,205 @@
+"""Which birth the harm of a step goes back to: from a finished replay to a `Trace`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from nan_detector import _finite
+from nan_detector._quiet import quiet
+from nan_detector._lineage import EMPTY, Gen, Line, OpRecord
+from nan_detector._records import Location, Site, TensorStats
+from nan_detector._replay import Replayed
+from nan_detector._source import call_expression, location_of
+from nan_detector._trace import Birth, BirthKind, Trace
+from nan_detector._tracer import OpTracer, Tensor
+
+#: Further births and sites named in a trace.
+MAX_OTHERS = 4
+MAX_SITES = 24
+
+_SOURCES = (BirthKind.PARAMETER, BirthKind.BUFFER, BirthKind.INPUT, BirthKind.LABEL)
+
+
+def trace_of(replayed: Replayed) -> Trace:
+    """The lineage of the step: the birth to blame first, then the others that reached the loss or a gradient."""
+    tracer = replayed.tracer
+    reached: dict[str, Line] = {
+        "loss": _union(tracer, replayed.losses),
+        "gradient": _union(tracer, replayed.gradients.values()),
+    }
+    if replayed.raised is not None or not replayed.losses:
+        reached["output"] = _union(tracer, replayed.outputs) | _at_the_end(tracer, replayed)
+    harm = frozenset().union(*reached.values())
+    return _trace(tracer, harm, tuple(name for name, line in reached.items() if line))
+
+
+def trace_live(tracer: OpTracer, tensors: dict[str, Iterable[Tensor]]) -> Trace:
+    """Like `trace_of`, for operations traced as they ran; `tensors` are what was harmed, by kind."""
+    reached = {name: _union(tracer, ts) for name, ts in tensors.items()}
+    return _trace(tracer, frozenset().union(*reached.values()), tuple(n for n, line in reached.items() if line))
+
+
+def _trace(tracer: OpTracer, harm: Line, reached: tuple[str, ...]) -> Trace:
+    guilty = sorted((g for g in harm if not g.intended), key=lambda g: g.order)
+    if not guilty:
+        return Trace(birth=_intended_reached(harm), reached=reached)
+    first = _forward_story(tracer, guilty[0])
+    others = tuple(birth_of(g) for g in guilty if g is not first)[:MAX_OTHERS]
+    return Trace(birth=birth_of(first), others=others, spread=sites(first), reached=reached)
+
+
+def silent_births(tracer: OpTracer, harmed: Line = EMPTY) -> list[Gen]:
+    """Overflows that arithmetic absorbed: nobody masked them, and the loss does not show them."""
+    return [g for g in tracer.births if g not in harmed and is_silent(g)]
+
+
+def is_silent(gen: Gen) -> bool:
+    """True for an overflow that ended in arithmetic (1/inf, tanh(inf), clamp), not in a mask, an index or a softmax."""
+    if gen.intended or gen.kind is not BirthKind.OPERATION or not gen.overflow or gen.record.phase == "backward":
+        return False
+    ends = gen.ended
+    if not ends or any(e.info.selects for e in ends):
+        return False
+    return any(e.info.absorbs and not (e.info.mask_aware and gen.only_negative) for e in ends)
+
+
+def _union(tracer: OpTracer, tensors: Iterable[Tensor]) -> Line:
+    out: Line = EMPTY
+    with quiet():
+        for t in tensors:
+            out |= tracer.ancestry(t)
+    return out
+
+
+def _at_the_end(tracer: OpTracer, replayed: Replayed) -> Line:
+    """What the last values of a step that raised, or that made no loss, descend from."""
+    out: Line = EMPTY
+    last = list(replayed.results_last)
+    if tracer.last is not None and replayed.raised is not None:
+        last += [t for t in tracer.last.inputs if isinstance(t, Tensor)]
+    with quiet():
+        for t in last:
+            out |= tracer.ancestry(t)
+    return out
+
+
+def _forward_story(tracer: OpTracer, gen: Gen) -> Gen:
+    """A birth in the backward whose forward operation already made a bad value that was dropped: that one is the origin."""
+    forward = gen.record.forward
+    if gen.record.phase != "backward" or forward is None or gen.record.own_frame:
+        return gen
+    dropped = [g for g in forward.births if not g.intended]
+    if not dropped:
+        return gen
+    dropped[0].passed.extend([gen.record, *gen.passed])
+    return dropped[0]
+
+
+def _intended_reached(harm: Line) -> Birth | None:
+    """Only intended infinities got there: blame the first call that made one number of them."""
+    if not harm:
+        return None
+    records = sorted({r for g in harm for r in g.passed}, key=lambda r: r.index)
+    if not records:
+        gen = min(harm, key=lambda g: g.order)
+        return birth_of(gen)
+    reduced = [r for r in records if r.numel == 1]
+    record = (reduced or records)[0]
+    first = next(r for r in records if r.mark == record.mark)
+    op = record.forward.info.op if record.forward is not None and not record.own_frame else (record.api or record.info.op)
+    return Birth(
+        number=first.index,
+        kind=BirthKind.INTENDED_REACHED.value,
+        op=op,
+        aten=record.info.aten,
+        phase=record.phase,
+        call=_call(record),
+        layer_name=_layer(record),
+        module_type=_module_type(record),
+        location=_location(record),
+        inputs=(),
+        args=record.args,
+        in_library=True,
+        note="only values that were meant to be infinite reached it",
+    )
+
+
+def birth_of(gen: Gen) -> Birth:
+    """A birth as plain data."""
+    record = gen.record
+    forward = record.forward if record.phase == "backward" and not record.own_frame else None
+    source = gen.kind in _SOURCES
+    op = forward.info.op if forward is not None else record.info.op
+    library = False
+    if gen.kind is BirthKind.CONSTANT and record.api and record.api not in (op, "full", "tensor", "where"):
+        op, library = record.api, True
+    layer = _layer(record)
+    if source and gen.name and gen.kind in (BirthKind.PARAMETER, BirthKind.BUFFER):
+        layer = gen.name.rpartition(".")[0] or "root"
+    return Birth(
+        number=record.index,
+        kind=gen.kind.value,
+        op=op,
+        aten=record.info.aten,
+        phase={BirthKind.PARAMETER: "state", BirthKind.BUFFER: "state", BirthKind.INPUT: "data", BirthKind.LABEL: "data"}.get(
+            gen.kind, record.phase
+        ),
+        call=None if source else _call(record),
+        layer_name=None if gen.kind in (BirthKind.INPUT, BirthKind.LABEL) else layer,
+        module_type=None if source else _module_type(record),
+        location=None if source else _location(record),
+        tensor_name=gen.name,
+        inputs=gen.inputs,
+        output=gen.output,
+        guilty_count=gen.guilty,
+        args=record.args,
+        derivative_of=forward.info.op if forward is not None else None,
+        forward_inputs=_forward_inputs(forward),
+        in_library=library,
+        first_bad_index=gen.first_bad,
+        sample_index=gen.rows if source else (),
+        note=gen.note or (f"first used at {_where(record)}" if source else ""),
+    )
+
+
+def _forward_inputs(forward: OpRecord | None) -> tuple[TensorStats, ...]:
+    if forward is None:
+        return ()
+    tensors = (t if isinstance(t, Tensor) else t() for t in forward.inputs)
+    with quiet():
+        return tuple(_finite.stats(t) for t in tensors if t is not None)
+
+
+def sites(gen: Gen) -> tuple[Site, ...]:
+    """The places a birth passed, neighbours at one place folded into one."""
+    out: list[Site] = []
+    for record in [gen.record, *gen.passed]:
+        layer = _layer(record)
+        if out and out[-1].layer_name == layer and out[-1].phase == record.phase and layer is not None:
+            continue
+        op = record.forward.info.op if record.forward is not None and not record.own_frame else record.info.op
+        site = Site(op=op, phase=record.phase, layer_name=layer, module_type=_module_type(record), location=_location(record))
+        if not out or (out[-1].location, out[-1].phase) != (site.location, site.phase):
+            out.append(site)
+    return tuple(out[:MAX_SITES])
+
+
+def _location(record: OpRecord) -> Location | None:
+    return location_of(record.mark) if record.mark is not None else None
+
+
+def _call(record: OpRecord) -> str | None:
+    return (call_expression(record.mark) if record.mark is not None else None) or record.api
+
+
+def _layer(record: OpRecord) -> str | None:
+    return record.module[0] if record.module is not None else None
+
+
+def _module_type(record: OpRecord) -> str | None:
+    return record.module[1] if record.module is not None else None
+
+
+def _where(record: OpRecord) -> str:
+    location = _location(record)
+    return f"{location.file}:{location.line}" if location is not None else record.info.op

@@ -1,0 +1,225 @@
+"""What is changed in PyTorch while at least one detector is attached, and put back when the last one leaves.
+
+Everything here is process-wide, so it asks the registered watchers and the calling thread's session what to do, and does
+nothing for threads and modules that nobody watches.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from nan_detector._session import Session, session
+from nan_detector._state import is_replaying
+
+
+class ReplayEnds(BaseException):
+    """Internal: a replayed step reached its first optimizer step. A BaseException, so that no user code swallows it."""
+
+
+class Watcher(Protocol):
+    """What an attached detector must answer."""
+
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any, session: Session) -> tuple[Any, Any] | None:
+        """An optimizer is about to step: None to let it, or the replaced call."""
+
+    def after_step(self, optimizer: Any, session: Session) -> None:
+        """The step was taken (or its stand-in ran)."""
+
+    def gradients_dropped(self, owner: Any, session: Session) -> None:
+        """`zero_grad` of an optimizer or module is about to run."""
+
+    def scaler_skipped(self, scaler: Any, optimizer: Any, session: Session) -> None:
+        """A GradScaler decided not to step."""
+
+
+_lock = threading.RLock()
+_watchers: list[Watcher] = []
+_undo: list[Callable[[], None]] = []
+
+
+def register(watcher: Watcher) -> None:
+    """Serve `watcher`; installs the patches with the first one."""
+    with _lock:
+        if not _watchers:
+            _install()
+        _watchers.append(watcher)
+
+
+def unregister(watcher: Watcher) -> None:
+    """Stop serving `watcher`; removes the patches with the last one."""
+    with _lock:
+        if watcher in _watchers:
+            _watchers.remove(watcher)
+            if not _watchers:
+                _uninstall()
+
+
+def _install() -> None:
+    for handle in (register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)):
+        _undo.append(handle.remove)
+    _wrap(torch.optim.Optimizer, "zero_grad", _zero_grad)
+    _wrap(torch.nn.Module, "zero_grad", _zero_grad)
+    _wrap(torch.amp.GradScaler, "step", _scaler_step)
+    _wrap(torch.amp.GradScaler, "update", _quiet)
+    _wrap(torch.amp.GradScaler, "unscale_", _unscale)
+    _wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", _quiet)
+    _wrap_apply()
+    _wrap_compiled_calls()
+
+
+def _uninstall() -> None:
+    while _undo:
+        _undo.pop()()
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    original = owner.__dict__[name]
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, wrapper)
+    _undo.append(lambda: setattr(owner, name, original))
+
+
+def _wrap_apply() -> None:
+    cls = torch.autograd.Function
+    original = cls.__dict__["apply"]
+
+    def apply(klass: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = original.__get__(None, klass)
+        if torch.compiler.is_compiling():
+            return bound(*args, **kwargs)
+        return session().custom_function(klass, bound, args, kwargs)
+
+    cls.apply = classmethod(functools.wraps(original.__func__)(apply))  # type: ignore[method-assign, assignment]
+    _undo.append(lambda: setattr(cls, "apply", original))
+
+
+def _wrap_compiled_calls() -> None:
+    """Take the mode off around compiled code.
+
+    TorchDynamo guards on the stack of function modes: with ours on it in one call and off in the next, a compiled
+    function would be compiled twice. Its call wrapper looks this function up by name when it enters compiled code and
+    again when it leaves.
+    """
+    frame = sys.modules.get("torch._dynamo.eval_frame")
+    if frame is None:
+        import torch._dynamo.eval_frame as frame  # type: ignore[no-redef]  # an optimizer step imports it anyway
+    original = getattr(frame, "_callback_from_stance", None)
+    if original is None:
+        return
+
+    def callback_from_stance(callback: Any) -> Any:
+        current = session()
+        if current.users and not is_replaying():
+            caller = sys._getframe(1)
+            if current.compiled and current.compiled[-1][0] is caller:
+                if current.compiled.pop()[1]:
+                    current.push()
+            else:
+                current.compiled.append((caller, current.pop()))
+        return original(callback)
+
+    frame._callback_from_stance = callback_from_stance  # type: ignore[attr-defined]
+    _undo.append(lambda: setattr(frame, "_callback_from_stance", original))
+
+
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    if torch.compiler.is_compiling():
+        return None
+    if is_replaying():
+        raise ReplayEnds
+    current = session()
+    current.pop()
+    current.paused += 1
+    replaced = None
+    try:
+        for watcher in list(_watchers):
+            answer = watcher.before_step(optimizer, args, kwargs, current)
+            if answer is not None:
+                replaced = answer
+    except BaseException:
+        current.paused -= 1
+        raise
+    current.stepping.append(optimizer)
+    return replaced
+
+
+def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling() or is_replaying():
+        return
+    current = session()
+    # A step that raised never came here; its marks are cleared with those above it.
+    while current.stepping:
+        top = current.stepping.pop()
+        current.paused = max(0, current.paused - 1)
+        if top is optimizer or not current.stepping:
+            break
+    for watcher in list(_watchers):
+        watcher.after_step(optimizer, current)
+    if current.home:
+        current.push()
+
+
+def _zero_grad(original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
+    if is_replaying():
+        return None
+    current = session()
+    if not current.users:
+        return original(owner, *args, **kwargs)
+    current.recover()
+    for watcher in list(_watchers):
+        watcher.gradients_dropped(owner, current)
+    with current.off():
+        return original(owner, *args, **kwargs)
+
+
+def _quiet(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if is_replaying():
+        return None
+    current = session()
+    if not current.users:
+        return original(*args, **kwargs)
+    with current.off():
+        return original(*args, **kwargs)
+
+
+def _unscale(original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
+    if is_replaying():
+        return None
+    current = session()
+    if not current.users or current.paused or current.busy or current.mode is None:
+        return original(scaler, optimizer)
+    # The division by the scale is part of the step's arithmetic, but the scaler's own bookkeeping cannot run twice.
+    with current.off():
+        return original(scaler, optimizer)
+
+
+def _scaler_step(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    if is_replaying():
+        raise ReplayEnds
+    current = session()
+    if not current.users:
+        return original(scaler, optimizer, *args, **kwargs)
+    gates_before = current.gates
+    current.scaler = scaler
+    try:
+        with current.off():
+            out = original(scaler, optimizer, *args, **kwargs)
+            if current.gates == gates_before:
+                for watcher in list(_watchers):
+                    watcher.scaler_skipped(scaler, optimizer, current)
+        return out
+    finally:
+        current.scaler = None

@@ -1,0 +1,370 @@
+"""Run a kept step again under the op tracer, leaving the user's model, gradients and random streams as they were.
+
+Parameters that are trained are swapped for detached aliases (same memory, own `.grad`), buffers for copies; whatever
+else the step writes in memory that is not its own is put back afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from nan_detector._calls import public_name
+from nan_detector._errors import ReplayRefused
+from nan_detector._lineage import key_of
+from nan_detector._moment import Moment, Snapshot, restore
+from nan_detector._naming import Names
+from nan_detector._patches import ReplayEnds
+from nan_detector._quiet import quiet
+from nan_detector._session import restore_rng
+from nan_detector._state import replaying
+from nan_detector._tape import Entry, Made, Outside, Packed, tensors_in, tokens_in
+from nan_detector._trace import BirthKind
+from nan_detector._tracer import OpTracer
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class Replayed:
+    """What a replay gave."""
+
+    tracer: OpTracer
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    outputs: list[Tensor] = field(default_factory=list)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    same: bool | None = None  # losses equal bit for bit to those of the step; None where there was none to compare
+    raised: BaseException | None = None
+    notes: list[str] = field(default_factory=list)
+    opaque: list[str] = field(default_factory=list)
+    results_last: list[Tensor] = field(default_factory=list)  # what the last calls gave
+    changed: list[Outside] = field(default_factory=list)  # written in place after the step used them
+    backward_ends: list[int] = field(default_factory=list)  # operations made when each backward ended
+
+    def micro_step_of(self, operation: int) -> int:
+        """How many backward passes had ended when `operation` ran."""
+        return sum(end < operation for end in self.backward_ends)
+
+
+class Step:
+    """A replay in progress: decodes tokens, makes the calls, remembers their results."""
+
+    def __init__(
+        self,
+        entries: list[Entry],
+        outside: list[Outside],
+        models: dict[str, torch.nn.Module],
+        names: Names,
+        deadline: float,
+    ) -> None:
+        self.entries = entries
+        self.models = models
+        self.names = names
+        self.results: dict[Entry, list[Tensor]] = {}
+        self.aliases: dict[int, Tensor] = {}
+        self.buffer_copies: list[tuple[torch.nn.Module, str, Tensor]] = []
+        self.outside = {o.ident: o for o in outside}
+        self.locals: dict[int, Tensor] = {}
+        self.tracer = OpTracer(barrier=_make_call.__code__, outside=self._name_of, deadline=deadline)
+        self.tracer.protected = self._is_users_memory
+        self.replayed = Replayed(self.tracer)
+        self._made_inputs: dict[int, tuple[BirthKind, str]] = {}
+        self._own: set[int] = set()
+        self._stashed: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    # -- names -------------------------------------------------------------------------------------------------------
+
+    def _name_of(self, t: Tensor) -> tuple[BirthKind, str] | None:
+        key = key_of(t)
+        return self.names.of_memory(key) or self._made_inputs.get(key)
+
+    def _is_users_memory(self, key: int) -> bool:
+        return key not in self._own
+
+    # -- arguments ---------------------------------------------------------------------------------------------------
+
+    def decode(self, value: Any) -> Any:
+        """`value` with tokens replaced by the replay's tensors."""
+        if isinstance(value, Made):
+            made = self.results.get(value.entry)
+            if made is None or value.position >= len(made):
+                raise ReplayRefused("a tensor that the step used was made before what was kept of it")
+            return made[value.position]
+        if isinstance(value, Outside):
+            return self._outside_value(value)
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return kind([self.decode(v) for v in value])
+        if kind is dict:
+            return {k: self.decode(v) for k, v in value.items()}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*[self.decode(v) for v in value])
+        if isinstance(value, Packed):
+            return value.rebuild(self.decode)
+        return value
+
+    def _outside_value(self, token: Outside) -> Tensor:
+        alias = self.aliases.get(id(token.tensor))
+        if alias is not None:
+            return alias
+        local = self.locals.get(token.ident)
+        if local is None:
+            local = token.value
+            if token.snapshot is not None:
+                local = local.clone()
+                self._own.add(key_of(local))
+            if token.opaque or (token.leaf and token.tensor.requires_grad):
+                # Gradients must flow into the replay's own leaf, never into the user's.
+                local = local.detach().requires_grad_()
+            if token.opaque:
+                self.replayed.opaque.append(token.name or f"a tensor of shape {tuple(local.shape)}")
+            self.locals[token.ident] = local
+        return local
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    def run(self) -> Replayed:
+        """Make every entry again."""
+        modules = list({id(m): m for model in self.models.values() for m in model.modules()}.values())
+        generators = [g for e in self.entries for g, _ in e.generators]
+        generators += [g for e in self.entries if isinstance(e.extra, Moment) for g, _ in e.extra.generators]
+        snapshot = Snapshot(modules, generators)
+        stance = _eager_stance()
+        try:
+            with (
+                replaying(),
+                stance,
+                warnings.catch_warnings(),
+                self._swapped(),
+                torch.autograd.set_multithreading_enabled(False),
+            ):
+                warnings.simplefilter("ignore")
+                self._name_outside()
+                used = {t for e in self.entries for t in tokens_in((e.args, e.kwargs)) if isinstance(t, Outside)}
+                self.replayed.changed = [t for t in used if t.changed and id(t.tensor) not in self.aliases]
+                with self._module_tracking(), _ApiNames(self.tracer), self.tracer:
+                    for entry in self.entries:
+                        if not self._make(entry):
+                            break
+                self._collect()
+        finally:
+            with quiet():
+                self.tracer.undo_writes()
+            for leaf, grad in self._stashed.values():
+                leaf.grad = grad
+            snapshot.restore()
+        return self.replayed
+
+    def _make(self, entry: Entry) -> bool:
+        """Make one entry again. False ends the replay."""
+        tracer = self.tracer
+        if entry.kind == "zero_grad":
+            for p in entry.extra:
+                alias = self.aliases.get(id(p))
+                if alias is not None:
+                    alias.grad = None
+            return True
+        tracer.mark = entry.mark
+        tracer.module = self.names.of_module(entry.owner) if entry.owner is not None else None
+        tracer.api = public_name(entry.func) if entry.kind != "root" else None
+        tracer.phase = "loss"
+        if entry.rng is not None:
+            restore_rng(entry.rng)
+        for generator, state in entry.generators:
+            generator.set_state(state)
+        moment = entry.extra if isinstance(entry.extra, Moment) else None
+        if moment is not None:
+            self._restore_moment(moment)
+            tracer.phase = "forward"
+        args, kwargs = self.decode(entry.args), self.decode(entry.kwargs)
+        if moment is not None:
+            _refuse_iterators(args, kwargs)
+        try:
+            with _modes_of(entry):
+                out = _make_call(entry.func, args, kwargs)
+        except ReplayEnds:
+            return False
+        except ReplayRefused:
+            raise
+        except Exception as error:
+            self.replayed.raised = error
+            return False
+        if moment is not None and moment.rng_after is not None:
+            restore_rng(moment.rng_after)
+        self.results[entry] = list(tensors_in(out))
+        if entry.kind != "backward":
+            self.replayed.results_last = self.results[entry]
+        if entry.kind == "root":
+            self.replayed.outputs.extend(self.results[entry])
+        elif entry.kind == "backward":
+            roots = args[0] if args else kwargs.get("self", kwargs.get("tensors"))
+            self.replayed.losses.extend(t for t in tensors_in(roots) if t.numel() == 1)
+            self.replayed.backward_ends.append(tracer.operations)
+            self._compare(entry, roots)
+        return True
+
+    def _compare(self, entry: Entry, roots: Any) -> None:
+        mine = [t.detach() for t in tensors_in(roots) if t.numel() == 1]
+        if len(mine) != len(entry.losses):
+            return
+        with quiet():
+            same = all(_same_values(a, b) for a, b in zip(mine, entry.losses, strict=True))
+        self.replayed.same = same if self.replayed.same is None else self.replayed.same and same
+
+    def _restore_moment(self, moment: Moment) -> None:
+        restore(moment)
+        for module, name, value in moment.buffers:
+            copy = value.clone()
+            self._own.add(key_of(copy))
+            self.names.also(key_of(copy), value, module, name)
+            module._buffers[name] = copy
+
+    # -- swapping --------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _swapped(self) -> Iterator[None]:
+        """Aliases for the trained parameters and copies of the buffers, in every watched module."""
+        undo: list[tuple[dict[str, Any], str, Any]] = []
+        copies: dict[int, Tensor] = {}
+        try:
+            with quiet():
+                for model in self.models.values():
+                    for module in model.modules():
+                        for name, p in module._parameters.items():
+                            if p is None or not p.requires_grad:
+                                continue
+                            undo.append((module._parameters, name, p))
+                            module._parameters[name] = self._alias(p)  # type: ignore[assignment]
+                        for name, b in module._buffers.items():
+                            if b is None:
+                                continue
+                            undo.append((module._buffers, name, b))
+                            if id(b) not in copies:
+                                copies[id(b)] = b.detach().clone()
+                                self._own.add(key_of(copies[id(b)]))
+                                self.names.also(key_of(copies[id(b)]), b, module, name)
+                            module._buffers[name] = copies[id(b)]
+                            self.buffer_copies.append((module, name, copies[id(b)]))
+            yield
+        finally:
+            for table, name, value in reversed(undo):
+                table[name] = value
+
+    def _alias(self, p: Tensor) -> Tensor:
+        alias = self.aliases.get(id(p))
+        if alias is None:
+            alias = p.detach().requires_grad_()
+            for hook in (p._backward_hooks or {}).values():
+                alias.register_hook(hook)
+            self.aliases[id(p)] = alias
+        return alias
+
+    def _name_outside(self) -> None:
+        """Names for the tensors of the batch: arguments of root calls are inputs, the rest are labels."""
+        for entry in self.entries:
+            for kind, path, token in self.names.arguments(entry):
+                key = key_of(token.value)
+                if token.name is None:
+                    token.name = path
+                if self.names.of_memory(key) is None and (key not in self._made_inputs or kind is BirthKind.INPUT):
+                    self._made_inputs[key] = (kind, path)
+
+    @contextlib.contextmanager
+    def _module_tracking(self) -> Iterator[None]:
+        """Keep the tracer told of the module that is running."""
+        import threading
+
+        tracer, names, me = self.tracer, self.names, threading.get_ident()
+        stack: list[tuple[tuple[str | None, str] | None, str]] = []
+
+        def enter(module: Any, args: Any) -> None:
+            if threading.get_ident() == me:
+                stack.append((tracer.module, tracer.phase))
+                tracer.module = names.of_module(module)
+                tracer.phase = "forward" if names.is_watched(module) else tracer.phase
+
+        def leave(module: Any, args: Any, out: Any) -> None:
+            if threading.get_ident() == me and stack:
+                tracer.module, tracer.phase = stack.pop()
+
+        handles = [
+            torch.nn.modules.module.register_module_forward_pre_hook(enter),
+            torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _collect(self) -> None:
+        for name, p in self.names.parameters():
+            alias = self.aliases.get(id(p))
+            if alias is not None and alias.grad is not None:
+                self.replayed.gradients[name] = alias.grad
+        for token_id, local in self.locals.items():
+            if local.requires_grad and local.is_leaf and local.grad is not None:
+                name = self.outside[token_id].name if token_id in self.outside else None
+                self.replayed.gradients[name or f"outside {token_id}"] = local.grad
+        for module, name, copy in self.buffer_copies:
+            path = self.names.of_module(module)[0]
+            self.replayed.buffers[f"{path}.{name}" if path not in (None, "root") else name] = copy
+
+
+def _same_values(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _make_call(func: Any, args: Any, kwargs: Any) -> Any:
+    """The barrier: frames outside this one are not the replayed call's."""
+    return func(*args, **kwargs)
+
+
+class _ApiNames(TorchFunctionMode):
+    """Tells the tracer which function of the library the user's code is calling."""
+
+    def __init__(self, tracer: OpTracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tracer = self.tracer
+        outer, tracer.api = tracer.api, public_name(func)
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            tracer.api = outer
+
+
+@contextlib.contextmanager
+def _modes_of(entry: Entry) -> Iterator[None]:
+    """Grad mode and autocast as they were when the call was recorded."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(entry.grad_enabled))
+        if entry.autocast is not None:
+            *regions, cache = entry.autocast
+            for device, enabled, dtype in regions:
+                if enabled:
+                    stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=cache))
+        yield
+
+
+def _eager_stance() -> Any:
+    """Compiled code must run eagerly under a dispatch mode, or it is compiled wrongly for ever after."""
+    set_stance = getattr(torch.compiler, "set_stance", None)
+    return set_stance("force_eager") if set_stance is not None else contextlib.nullcontext()
+
+
+def _refuse_iterators(args: Any, kwargs: Any) -> None:
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        if hasattr(value, "__next__"):
+            raise ReplayRefused(f"argument {name!r} of the model is an iterator ({type(value).__name__}), which can be used only once")
+
+

@@ -1,0 +1,206 @@
+"""Hooks on the entry points of the watched models: a Moment when one is called, an entry on the tape when it returns.
+
+Entry points are the models themselves. A model that is only called through its children (the halves of a GAN,
+``model.encode``) shows as a backward without a Moment; then its children are armed too.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nan_detector._moment import Habits, Moment
+from nan_detector._session import Session, rng_state, session
+from nan_detector._source import here
+from nan_detector._state import is_replaying
+from nan_detector._tape import Entry, autocast_state
+
+#: Containers that are never called themselves.
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
+
+
+class Roots:
+    """The hooks of one detector.
+
+    Args:
+        models: Watched modules.
+        on_enter: Called before a root call; may raise to end the user's run.
+        contain: Runs a function of ours so that its failure never reaches the user's training.
+    """
+
+    def __init__(
+        self,
+        models: list[torch.nn.Module],
+        on_enter: Callable[[Session, bool], None],
+        on_leave: Callable[[Session, Any, Any], None],
+        contain: Callable[[Callable[[], Any]], Any],
+    ) -> None:
+        self.models = models
+        self.on_enter = on_enter
+        self.on_leave = on_leave
+        self.contain = contain
+        self.habits: dict[int, Habits] = {}
+        self.armed = False
+        self._handles: dict[int, list[Any]] = {}
+        self._identity: dict[int, tuple[str, weakref.ref[Any]] | None] = {}
+        for model in models:
+            self._hook(model)
+
+    def arm_children(self) -> None:
+        """Treat every part of the models as a possible entry point."""
+        if self.armed:
+            return
+        self.armed = True
+        for model in self.models:
+            for module in model.modules():
+                if id(module) not in self._handles and not isinstance(module, _CONTAINERS):
+                    self._hook(module)
+
+    def remove(self) -> None:
+        """Take every hook off."""
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
+        self._handles.clear()
+
+    def _hook(self, module: torch.nn.Module) -> None:
+        enter, leave = RootHook(self, module, "enter"), RootHook(self, module, "leave")
+        self._handles[id(module)] = [
+            module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+            module.register_forward_hook(leave, with_kwargs=True, always_call=True),
+        ]
+
+    # -- called by the hooks -------------------------------------------------------------------------------------------
+
+    def enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """A watched module is about to run."""
+        if is_replaying():
+            return
+        current = session()
+        if not current.roots:
+            self.on_enter(current, torch.is_grad_enabled())
+        self.contain(lambda: self._enter(current, module, args, kwargs))
+
+    def _enter(self, current: Session, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if current.roots or current.busy or current.paused > len(current.stepping) or self._parameters_swapped(module):
+            # Inside another root, another call's handler, or the user's own functional_call (whose parameters are made
+            # by recorded calls): its operations are recorded one by one, or belong to the outer call.
+            current.roots.append(None)
+            return
+        current.recover()
+        habits = self.habits.get(id(module))
+        if habits is None:
+            habits = self.habits[id(module)] = Habits(module)
+        popped = current.pop()
+        try:
+            moment = habits.start(module)
+            entry = Entry(
+                func=module,
+                args=current.tape.encode(args),
+                kwargs=current.tape.encode(kwargs) if kwargs else {},
+                mark=here(4),
+                grad_enabled=torch.is_grad_enabled(),
+                autocast=autocast_state(),
+                kind="root",
+                extra=moment,
+                owner=module,
+            )
+            if habits.writes_inputs:
+                self._save_inputs(entry)
+        except BaseException:
+            if popped:
+                current.push()
+            raise
+        current.roots.append((module, entry, popped))
+        current.paused += 1
+
+    def leave(self, module: torch.nn.Module, output: Any) -> None:
+        """A watched module has returned, or raised."""
+        if is_replaying():
+            return
+        current = session()
+        if not current.roots:
+            return
+        top = current.roots.pop()
+        if top is None:
+            return
+        owner, entry, popped = top
+        current.paused -= 1
+        if owner is not module:  # an inner call that raised before its hook ran: not ours to account for
+            current.roots.clear()
+        self.contain(lambda: self._leave(current, entry, output))
+        if popped or current.home:
+            current.push()
+
+    def _leave(self, current: Session, entry: Entry, output: Any) -> None:
+        moment: Moment = entry.extra
+        habits = self.habits[id(moment.module)]
+        habits.finish(moment)
+        moment.rng_after = rng_state()
+        moment.raised = output is None
+        if habits.learning and not habits.writes_inputs:
+            from nan_detector._tape import Outside, tokens_in
+
+            habits.writes_inputs = any(isinstance(t, Outside) and t.changed for t in tokens_in((entry.args, entry.kwargs)))
+        current.tape.add(entry, output)
+        self.on_leave(current, entry, output)
+
+    def _save_inputs(self, entry: Entry) -> None:
+        from nan_detector._tape import Outside, tokens_in
+
+        for token in tokens_in((entry.args, entry.kwargs)):
+            if isinstance(token, Outside) and token.snapshot is None:
+                token.snapshot = token.tensor.detach().clone()
+
+    def _parameters_swapped(self, module: torch.nn.Module) -> bool:
+        """True inside a `functional_call` of the user's: another tensor stands in a parameter's place."""
+        found = self._identity.get(id(module), ...)
+        if found is ...:
+            found = self._identity[id(module)] = _first_parameter(module)
+        if found is None:
+            return False
+        owner = found[1]()
+        return owner is not None and not isinstance(owner._parameters.get(found[0]), torch.nn.Parameter)
+
+
+def _first_parameter(module: torch.nn.Module) -> tuple[str, weakref.ref[Any]] | None:
+    for m in module.modules():
+        for name, p in m._parameters.items():
+            if isinstance(p, torch.nn.Parameter):
+                return name, weakref.ref(m)
+    return None
+
+
+class RootHook:
+    """A forward (pre-)hook that dies in copies: a deep copy or a pickle of a watched model is not watched."""
+
+    __slots__ = ("__weakref__", "module", "roots", "side")
+
+    def __init__(self, roots: Roots | None, module: torch.nn.Module | None, side: str) -> None:
+        self.roots = roots
+        self.module = None if module is None else weakref.ref(module)
+        self.side = side
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
+        if torch.compiler.is_compiling():
+            return
+        roots = self.roots
+        # DataParallel's replicas share the hooks of the module they were copied from.
+        if roots is None or self.module is None or self.module() is not module:
+            return
+        if self.side == "enter":
+            roots.enter(module, args, kwargs)
+        else:
+            roots.leave(module, output)
+
+    def __deepcopy__(self, memo: Any) -> RootHook:
+        return RootHook(None, None, self.side)
+
+    def __copy__(self) -> RootHook:
+        return RootHook(None, None, self.side)
+
+    def __reduce__(self) -> Any:
+        return (RootHook, (None, None, self.side))

@@ -1,0 +1,283 @@
+"""One thread's recording: the tape, and the function mode that writes the user's calls onto it.
+
+The mode stands on the thread's stack from `open` to `close`, and is taken off around everything that need not be
+recorded call by call: a watched module's own call, `zero_grad`, an optimizer's step, compiled code. It is only ever
+pushed or popped when it is on top, and never from inside a handler: modes nest, and swapping the order of somebody
+else's modes would lose them theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from nan_detector._calls import CallKind, kind_of
+from nan_detector._source import Mark, here
+from nan_detector._state import is_replaying
+from nan_detector._tape import Entry, Outside, Tape, Tensor, autocast_state, tensors_in
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_compiling = torch.compiler.is_compiling
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+
+
+class TapeMode(TorchFunctionMode):
+    """Hands each call the user makes to the session; inert once the session is closed."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session: Session | None = session
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        session = self.session
+        if session is None or _compiling() or session.paused:
+            return func(*args, **(kwargs or {}))
+        return session.call(func, args, kwargs or {})
+
+
+class Session:
+    """The recording of one thread. `users` counts the attached detectors that want it."""
+
+    def __init__(self) -> None:
+        self.tape = Tape()
+        self.users = 0
+        self.paused = 0  # > 0: calls are not recorded although the mode may be on the stack
+        self.busy = 0  # > 0: inside one of our handlers; the stack must not be touched
+        self.mode: TapeMode | None = None
+        self.home = False  # the thread that attached: the mode stays on between steps
+        self.roots: list[Any] = []  # watched modules that are running, outermost first
+        self.stepping: list[Any] = []  # optimizers whose step is running
+        self.gates = 0  # optimizer steps that reached a pre-hook
+        self.scaler: Any = None  # the GradScaler whose `step` is running
+        self.scaler_scale: float | None = None
+        self.spent = 0.0  # seconds in recording since the last gate
+        self.compiled: list[tuple[Any, bool]] = []  # frames inside compiled code, and whether the mode was on before
+
+    # -- the mode --------------------------------------------------------------------------------------------------
+
+    def push(self) -> None:
+        """Put the mode on the stack, if it is not there and this is a place where that is allowed."""
+        if self.mode is None and not self.busy and self.users and not _compiling():
+            self.mode = TapeMode(self)
+            self.mode.__enter__()
+
+    def pop(self) -> bool:
+        """Take the mode off the stack if it is on top. True when it was."""
+        mode = self.mode
+        if mode is None or self.busy:
+            return False
+        depth = torch._C._len_torch_function_stack()
+        if depth == 0 or torch._C._get_function_stack_at(depth - 1) is not mode:
+            return False
+        mode.__exit__(None, None, None)
+        mode.session = None
+        self.mode = None
+        return True
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Nothing in here is recorded, at no cost per call where the mode can be taken off the stack."""
+        popped = self.pop()
+        self.paused += 1
+        try:
+            yield
+        finally:
+            self.paused -= 1
+            if popped:
+                self.push()
+
+    def take_spent(self) -> float:
+        """Seconds spent recording since this was last asked."""
+        spent, self.spent = self.spent, 0.0
+        return spent
+
+    def pause_again(self) -> None:
+        """A closure has run within an optimizer's step: back to not recording."""
+        self.pop()
+        self.paused += 1
+
+    def recording_closure(self, call: tuple[Any, Any]) -> tuple[Any, Any]:
+        """The arguments of `step(closure)` with a closure that is recorded although the step around it is not."""
+        args, kwargs = call
+        inner = args[1] if len(args) > 1 else kwargs["closure"]
+
+        def closure(*a: Any, **k: Any) -> Any:
+            self.paused -= 1
+            self.push()
+            depth = self.paused
+            try:
+                return inner(*a, **k)
+            finally:
+                if self.paused == depth:  # it raised before its verdict
+                    self.pause_again()
+
+        if len(args) > 1:
+            return (args[0], closure, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure}
+
+    def recover(self) -> None:
+        """Undo the marks of an optimizer step or root call that raised and so never told us that it ended."""
+        if self.stepping and not self.busy:
+            self.paused = max(0, self.paused - len(self.stepping))
+            self.stepping.clear()
+        if self.home and not self.paused and not self.roots:
+            self.push()
+
+    def close(self) -> None:
+        """Forget the step and leave the stack; where others stand above the mode it is taken out from under them."""
+        self.tape.clear()
+        self.roots.clear()
+        self.stepping.clear()
+        self.compiled.clear()
+        self.paused = 0
+        mode = self.mode
+        if mode is None or self.pop():
+            return
+        mode.session = None
+        self.mode = None
+        above = []
+        for _ in range(torch._C._len_torch_function_stack()):
+            top = torch._C._pop_torch_function_stack()
+            if top is mode:
+                break
+            above.append(top)
+        for other in reversed(above):
+            torch._C._push_on_torch_function_stack(other)
+
+    # -- recording -------------------------------------------------------------------------------------------------
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one call of the user's and write it down."""
+        kind = kind_of(func)
+        if kind is CallKind.IGNORE or _functorch_level() is not None:
+            return func(*args, **kwargs)
+        entry = None
+        if kind is not CallKind.PLAIN:
+            entry = self._entry(func, args, kwargs, here(3), kind)
+        self.busy += 1
+        try:
+            out = func(*args, **kwargs)
+        except Exception:
+            # The call that failed because of the bad value is the end of the story: keep it for the replay.
+            self.tape.add(entry or self._entry(func, args, kwargs, here(3), kind), None)
+            raise
+        finally:
+            self.busy -= 1
+        if entry is None:
+            if isinstance(out, float):
+                if out == out and out not in (float("inf"), float("-inf")):
+                    return out
+            elif not isinstance(out, Tensor) and not _holds_tensor(out):
+                return out
+            entry = self._entry(func, args, kwargs, here(3), kind)
+            if isinstance(out, float):
+                entry.scalar = out
+        elif kind is CallKind.BACKWARD:
+            entry.losses = tuple(t.detach() for t in _roots_of_backward(args, kwargs) if t.numel() == 1)
+        self.tape.add(entry, out)
+        return out
+
+    def _entry(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mark: Mark | None, kind: CallKind
+    ) -> Entry:
+        tape = self.tape
+        if kind is CallKind.IN_PLACE:
+            self._save_target(args, kwargs)
+        entry = Entry(
+            func=func,
+            args=tape.encode(args),
+            kwargs=tape.encode(kwargs) if kwargs else kwargs,
+            mark=mark,
+            grad_enabled=torch.is_grad_enabled(),
+            autocast=autocast_state(),
+        )
+        if kind is CallKind.BACKWARD:
+            entry.kind = "backward"
+        elif kind is CallKind.RANDOM:
+            entry.rng = rng_state()
+            gens = [v for v in kwargs.values() if isinstance(v, torch.Generator)]
+            entry.generators = tuple((g, g.get_state()) for g in gens)
+        return entry
+
+    def _save_target(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a write in place: keep a copy of what stood there, when it came from outside the step."""
+        targets = list(tensors_in(args[:1]))
+        targets.extend(tensors_in(kwargs.get("out")))
+        for t in targets:
+            base = t._base if t._is_view() and t._base is not None else t
+            for candidate in (t, base):
+                if self.tape.made_by(candidate) is None and not isinstance(candidate, torch.nn.Parameter):
+                    outside = self.tape.token(candidate)
+                    if isinstance(outside, Outside) and outside.snapshot is None and not outside.changed:
+                        outside.snapshot = outside.tensor.detach().clone()
+
+    def custom_function(self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An `autograd.Function.apply`, which does not go through function modes."""
+        if self.mode is None or self.mode.session is None or self.paused or self.busy or _compiling() or is_replaying():
+            return apply(*args, **kwargs)
+        if _functorch_level() is not None:
+            return apply(*args, **kwargs)
+        entry = self._entry(apply, args, kwargs, here(3), CallKind.PLAIN)
+        self.paused += 1
+        try:
+            out = apply(*args, **kwargs)
+        except Exception:
+            self.tape.add(entry, None)
+            raise
+        finally:
+            self.paused -= 1
+        self.tape.add(entry, out)
+        return out
+
+
+def _holds_tensor(out: Any) -> bool:
+    return isinstance(out, (tuple, list, dict)) and next(tensors_in(out), None) is not None
+
+
+def _roots_of_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Tensor]:
+    if args:
+        return tensors_in(args[0])
+    return tensors_in(kwargs.get("self", kwargs.get("tensors")))
+
+
+def rng_state() -> tuple[Tensor, ...]:
+    """States of torch's default generators: the CPU's, then those of the CUDA devices in use."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.extend(torch.cuda.get_rng_state_all())
+    return tuple(states)
+
+
+def restore_rng(states: tuple[Tensor, ...]) -> None:
+    """Set torch's default generators to `states` as `rng_state` gave them."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(list(states[1:]))
+
+
+_sessions = threading.local()
+_all_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def session() -> Session:
+    """The calling thread's session."""
+    found: Session | None = getattr(_sessions, "current", None)
+    if found is None:
+        found = _sessions.current = Session()
+        _all_sessions.add(found)
+    return found
+
+
+def all_sessions() -> list[Session]:
+    """Sessions of every thread that has one."""
+    return list(_all_sessions)

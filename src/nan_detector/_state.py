@@ -1,0 +1,46 @@
+"""Per-thread state that hooks ask before they do anything, and the rule for our own failures."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterator
+
+logger = logging.getLogger("nan_detector")
+
+
+class _Local(threading.local):
+    replaying: int = 0
+
+
+_local = _Local()
+
+
+def is_replaying() -> bool:
+    """True while this thread replays a step to find a birthplace.
+
+    Code with side effects of its own (a metric, a counter, a print in ``forward``) can ask this to stay quiet.
+    """
+    return _local.replaying > 0
+
+
+@contextlib.contextmanager
+def replaying() -> Iterator[None]:
+    """Mark this thread as replaying: every hook of ours returns at once."""
+    _local.replaying += 1
+    try:
+        yield
+    finally:
+        _local.replaying -= 1
+
+
+def switched_off() -> bool:
+    """True when the environment says NAN_DETECTOR=off: everything becomes a no-op."""
+    return os.environ.get("NAN_DETECTOR", "").strip().lower() in ("off", "0", "false", "no")
+
+
+def strict() -> bool:
+    """True when our own failures must be raised instead of contained (set by the test suite)."""
+    return os.environ.get("NAN_DETECTOR_STRICT", "") == "1"

@@ -1,0 +1,315 @@
+"""The tape: what happened in the current step outside the watched modules, kept so that it can be run again.
+
+One tape per thread. An entry is a call the user made (or a whole call of a watched module, a `Moment`). Arguments are
+kept as tokens:
+
+- a tensor that an earlier entry made is a `Made` token (entry, position): the replay makes it again, so the tape keeps
+  no reference to it (keeping one logits tensor raised the peak memory of a step by a quarter where it was measured);
+- any other tensor comes from outside the step (batch, labels, parameters): an `Outside` token that holds it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nan_detector._source import Mark
+
+Tensor = torch.Tensor
+
+#: Calls kept at most per step; a step with more drops the oldest that no backward has used, and says so.
+MAX_ENTRIES = 4096
+
+
+class Outside:
+    """A tensor from outside the step, held by reference (detached, so that no foreign graph is kept alive)."""
+
+    __slots__ = ("__weakref__", "ident", "leaf", "name", "opaque", "snapshot", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.ident = id(tensor)
+        self.leaf = tensor.is_leaf
+        # A grad_fn that no recorded call explains: made by code the tape does not see (a compiled function, a C++ extension).
+        self.opaque = not tensor.is_leaf
+        self.tensor = tensor if self.leaf else tensor.detach()
+        self.version = -1 if tensor.is_inference() else tensor._version
+        self.snapshot: Tensor | None = None
+        self.name: str | None = None
+
+    @property
+    def value(self) -> Tensor:
+        """The tensor as it was when the step first used it, as far as that is known."""
+        return self.tensor if self.snapshot is None else self.snapshot
+
+    @property
+    def changed(self) -> bool:
+        """True when the tensor was written in place since and no copy of the earlier value was kept."""
+        t = self.tensor
+        return self.snapshot is None and self.version >= 0 and not t.is_inference() and t._version != self.version
+
+
+class Made:
+    """A tensor that entry `entry` made: leaf number `position` of its flattened output."""
+
+    __slots__ = ("entry", "position")
+
+    def __init__(self, entry: Entry, position: int) -> None:
+        self.entry = entry
+        self.position = position
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One recorded call."""
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    mark: Mark | None
+    grad_enabled: bool
+    autocast: tuple[Any, ...] | None = None
+    rng: Any = None
+    generators: tuple[tuple[Any, Any], ...] = ()
+    number: int = 0
+    kind: str = "call"  # "call" | "root" | "backward" | "zero_grad"
+    made: list[weakref.ref[Tensor]] = field(default_factory=list)
+    extra: Any = None  # of a root call: its Moment
+    judged: bool = False
+    losses: tuple[Tensor, ...] = ()  # of a backward: detached aliases of the roots it started from
+    owner: Any = None
+    scalar: float | None = None  # a non-finite Python number the call gave
+
+
+AUTOCAST_KEYS = ("cpu", "cuda")
+
+
+def autocast_state() -> tuple[Any, ...] | None:
+    """Which autocast regions are open, or None when none is: cheap, as it is asked for every recorded call."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    return tuple(
+        (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in AUTOCAST_KEYS
+    ) + (torch.is_autocast_cache_enabled(),)
+
+
+class Tape:
+    """The entries of the current step of one thread, oldest first."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.outside: dict[int, Outside] = {}
+        self.held_bytes = 0
+        self.dropped: list[str] = []
+        self.boundary = 0  # number of the first entry after the last gate
+        self.backwards = 0  # entries of kind "backward" not yet judged
+        self._made: dict[int, tuple[weakref.ref[Tensor], Entry, int]] = {}
+        self._numbers = itertools.count()
+
+    # -- recording ---------------------------------------------------------------------------------------------------
+
+    def token(self, t: Tensor) -> Made | Outside:
+        """The token for tensor `t`."""
+        ident = id(t)
+        known = self._made.get(ident)
+        if known is not None and known[0]() is t:
+            return Made(known[1], known[2])
+        out = self.outside.get(ident)
+        # The Outside of a non-leaf holds an alias, so its id may have been given to another tensor meanwhile.
+        if out is not None and (out.tensor is t or (out.opaque and out.tensor.data_ptr() == t.data_ptr() and not t.is_leaf)):
+            return out
+        out = Outside(t)
+        self.outside[ident] = out
+        if not isinstance(t, torch.nn.Parameter):
+            self.held_bytes += t.numel() * t.element_size() if t.layout is torch.strided else 0
+        return out
+
+    def encode(self, value: Any) -> Any:
+        """`value` with every tensor in lists, tuples, dicts and dataclasses replaced by its token."""
+        if isinstance(value, Tensor):
+            return self.token(value)
+        kind = type(value)
+        if kind is tuple or kind is list:
+            return kind([self.encode(v) for v in value])
+        if kind is dict:
+            return {k: self.encode(v) for k, v in value.items()}
+        if kind in _ATOMS:
+            return value
+        return self._encode_other(value)
+
+    def _encode_other(self, value: Any) -> Any:
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*[self.encode(v) for v in value])
+        if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+            return [self.encode(v) for v in value] if isinstance(value, list) else tuple(self.encode(v) for v in value)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type) or isinstance(value, Mapping):
+            return Packed(value, [(k, self.encode(v)) for k, v in items_of(value)])
+        return value
+
+    def add(self, entry: Entry, output: Any) -> Entry:
+        """Append `entry`, whose call gave `output`."""
+        entry.number = next(self._numbers)
+        self.entries.append(entry)
+        for position, t in enumerate(tensors_in(output)):
+            ref = weakref.ref(t)
+            entry.made.append(ref)
+            self._made[id(t)] = (ref, entry, position)
+        if entry.kind == "backward":
+            self.backwards += 1
+        if len(self.entries) > MAX_ENTRIES:
+            self._drop_oldest()
+        return entry
+
+    def pending(self) -> list[Entry]:
+        """Backward passes that no gate has judged, oldest first."""
+        return [e for e in self.entries if e.kind == "backward" and not e.judged] if self.backwards else []
+
+    def judged(self, keep_alive: bool) -> None:
+        """A gate has judged all that is on the tape: forget it, except (`keep_alive`) what live tensors still need."""
+        for e in self.entries:
+            e.judged = True
+        self.backwards = 0
+        self.dropped.clear()
+        if self.entries:
+            self.boundary = self.entries[-1].number + 1
+        if not keep_alive:
+            self.forget()
+            return
+        alive = [e for e in self.entries if any((t := r()) is not None and t.requires_grad for r in e.made)]
+        wanted = self.needed(alive)
+        self._restrict([e for e in self.entries if e in wanted])
+
+    def anything_alive(self) -> bool:
+        """True when a tensor that requires grad and was made by an entry still lives."""
+        return any((t := r()) is not None and t.requires_grad for e in self.entries for r in e.made)
+
+    def keep_only(self, wanted: set[Entry]) -> None:
+        """Forget all other entries."""
+        self._restrict([e for e in self.entries if e in wanted])
+
+    def forget(self) -> None:
+        """Drop every entry; numbers go on."""
+        self.entries.clear()
+        self.outside.clear()
+        self._made.clear()
+        self.held_bytes = 0
+        self.backwards = 0
+
+    def made_by(self, t: Tensor) -> Entry | None:
+        """The entry that made `t`, or None."""
+        known = self._made.get(id(t))
+        return known[1] if known is not None and known[0]() is t else None
+
+    # -- forgetting --------------------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.forget()
+        self.dropped.clear()
+
+    def needed(self, entries: list[Entry]) -> set[Entry]:
+        """`entries` and all that they depend on."""
+        wanted: set[Entry] = set()
+        todo = list(entries)
+        while todo:
+            e = todo.pop()
+            if e in wanted:
+                continue
+            wanted.add(e)
+            todo.extend(t.entry for t in tokens_in((e.args, e.kwargs)) if isinstance(t, Made))
+        return wanted
+
+    def _restrict(self, entries: list[Entry]) -> None:
+        self.entries = entries
+        kept = set(entries)
+        self._made = {i: k for i, k in self._made.items() if k[1] in kept and k[0]() is not None}
+        used = {t.ident for e in entries for t in tokens_in((e.args, e.kwargs)) if isinstance(t, Outside)}
+        self.outside = {i: o for i, o in self.outside.items() if i in used}
+        self.held_bytes = sum(
+            o.tensor.numel() * o.tensor.element_size()
+            for o in self.outside.values()
+            if not isinstance(o.tensor, torch.nn.Parameter) and o.tensor.layout is torch.strided
+        )
+        self.backwards = sum(e.kind == "backward" and not e.judged for e in entries)
+
+    def _drop_oldest(self) -> None:
+        half = len(self.entries) // 2
+        wanted = self.needed(self.entries[half:])
+        lost = [e for e in self.entries[:half] if e not in wanted and e.kind == "backward"]
+        if lost:
+            self.dropped.append(f"{len(lost)} backward passes: more than {MAX_ENTRIES} calls since the last optimizer step")
+        self._restrict([e for i, e in enumerate(self.entries) if i >= half or (e in wanted and i >= half // 2)])
+
+
+class Packed:
+    """A dataclass or mapping argument, shallow, with tokens for its tensors; `rebuild` makes one like it."""
+
+    __slots__ = ("items", "original")
+
+    def __init__(self, original: Any, items: list[tuple[Any, Any]]) -> None:
+        self.original = original
+        self.items = items
+
+    def rebuild(self, decode: Callable[[Any], Any]) -> Any:
+        """A shallow copy of the original whose tensors are those of the replay."""
+        import copy
+
+        fresh = copy.copy(self.original)
+        for key, value in self.items:
+            if isinstance(self.original, Mapping):
+                fresh[key] = decode(value)
+            else:
+                object.__setattr__(fresh, key, decode(value))
+        return fresh
+
+
+_ATOMS = frozenset({int, float, bool, str, type(None), slice, torch.dtype, torch.device, torch.Size, complex, type(Ellipsis), bytes})
+
+
+def items_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Key-value pairs of a dataclass instance or a mapping."""
+    if isinstance(value, Mapping):
+        yield from value.items()
+    else:
+        for f in dataclasses.fields(value):
+            if hasattr(value, f.name):
+                yield f.name, getattr(value, f.name)
+
+
+def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
+    """Every tensor in `value`, in a fixed order: containers, mappings, dataclasses, then the attributes of plain objects."""
+    if isinstance(value, Tensor):
+        yield value
+    elif value is None or type(value) in _ATOMS or depth == 0:
+        return
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            yield from tensors_in(v, depth - 1)
+    elif isinstance(value, Mapping) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        for _, v in items_of(value):
+            yield from tensors_in(v, depth - 1)
+    elif isinstance(value, (torch.nn.Module, type)) or callable(value):
+        return
+    elif hasattr(value, "__dict__"):
+        for v in vars(value).values():
+            yield from tensors_in(v, min(depth - 1, 2))
+
+
+def tokens_in(value: Any) -> Iterator[Made | Outside]:
+    """Every token in an encoded value."""
+    if isinstance(value, (Made, Outside)):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            yield from tokens_in(v)
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from tokens_in(v)
+    elif isinstance(value, Packed):
+        for _, v in value.items:
+            yield from tokens_in(v)

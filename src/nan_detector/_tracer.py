@@ -1,0 +1,501 @@
+"""The op tracer: a dispatch mode that follows every non-finite value of a step from its birth.
+
+For each operation: GEN (finite inputs, non-finite result: a birth), PROP (non-finite makes non-finite: the births are
+carried), KILL (they vanish). Literal infinities are births too, but *intended* ones; where intended values alone enter
+an operation and a NaN comes out, that is a new birth.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nan_detector import _finite
+from nan_detector._errors import ReplayRefused
+from nan_detector._lineage import EMPTY, RANK, Gen, Line, Lineage, OpRecord, key_of
+from nan_detector._opinfo import OpInfo, info_of
+from nan_detector._source import Mark, here_until
+from nan_detector._trace import BirthKind, GuiltyInput
+
+Tensor = torch.Tensor
+
+#: Births whose inputs are described in full; later ones keep only their place.
+MAX_DESCRIBED = 40
+#: Inputs of forward operations kept for the description of a bad derivative, in bytes.
+KEEP_INPUT_BYTES = 64 * 2**20
+
+_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+_sum = torch.ops.aten.sum.default
+_sum_as = torch.ops.aten.sum.dim_IntList
+_current_node = torch._C._current_autograd_node
+_sequence_number = torch.autograd._get_sequence_nr
+
+#: Poles: where these give an infinity, nothing overflowed.
+_POLES = {"div", "reciprocal", "log", "log2", "log10", "log1p", "rsqrt", "atanh", "logit", "pow", "digamma", "lgamma", "tan"}
+
+
+class OpTracer(TorchDispatchMode):
+    """Traces the operations of the calling thread.
+
+    Args:
+        barrier: Code object of the runner that re-makes recorded calls; frames outside it are not the operation's.
+            None for a live trace.
+        outside: Finds the name and kind of a tensor that was not made under the trace.
+        deadline: `time.perf_counter()` value after which the trace gives up with `ReplayRefused`.
+    """
+
+    def __init__(
+        self,
+        *,
+        barrier: Any = None,
+        outside: Callable[[Tensor], tuple[BirthKind, str] | None] | None = None,
+        deadline: float = math.inf,
+    ) -> None:
+        super().__init__()
+        self.barrier = barrier
+        self.outside = outside or (lambda t: None)
+        self.deadline = deadline
+        self.lineage = Lineage()
+        self.births: list[Gen] = []
+        self.operations = 0
+        self.phase = "loss"
+        self.mark: Mark | None = None  # of the recorded call that is being made again
+        self.module: tuple[str | None, str] | None = None
+        self.api: str | None = None
+        self.journal: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self.protected: Callable[[int], bool] = lambda key: False
+        self.on_birth: Callable[[Gen], None] | None = None
+        self.last_scalar: Line = EMPTY
+        self._by_sequence: dict[int, OpRecord] = {}
+        self._made: set[int] = set()
+        self._checked: dict[int, Any] = {}
+        self._input_bytes = 0
+        self.last: OpRecord | None = None
+
+    # -- the hot path ------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        info = info_of(func)
+        if info.is_view:
+            out = func(*args, **kwargs)
+            if _current_node() is None and isinstance(args[0], Tensor) and args[0].requires_grad:
+                self._remember_view(info)
+            return out
+        if info.collective:
+            raise ReplayRefused(f"the step talks to other processes ({info.aten}), which a replay must not do")
+        with torch._C.DisableTorchFunction():
+            return self._operation(func, info, args, kwargs)
+
+    def _operation(self, func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.operations += 1
+        if not self.operations & 63 and time.perf_counter() > self.deadline:
+            raise ReplayRefused("the replay ran out of its time budget (replay_budget_s)")
+        ins = list(_floats((args, kwargs)))
+        before: list[Tensor] = []
+        bad_before: dict[int, Line] = {}
+        if info.mutates:
+            before = self._before_write(ins)
+            bad_before = self._bad_inputs(info, ins)
+            if info.overwrites:
+                bad_before.pop(0, None)
+        record = self._record(info, args, ins)
+        out = func(*args, **kwargs)
+        if info.op == "local_scalar_dense":
+            self._scalar_read(record, ins, out)
+            return out
+        outs = list(_floats(out))
+        if info.mutates and not outs:
+            outs = [t for t in ins if t._version >= 0][:1] if not info.op.startswith("foreach") else ins
+        for o in outs:
+            self._made.add(key_of(o))
+        if info.uninitialised:
+            self._uninitialised(record, outs)
+            return out
+        bad = [o for o in outs if not _finite_fast(o)]
+        if not bad:
+            self._finite_result(info, record, ins, outs, bad_before)
+            return out
+        record.numel = bad[0].numel()
+        self._bad_result(info, record, ins, bad, args, kwargs, before, bad_before)
+        return out
+
+    # -- one operation -----------------------------------------------------------------------------------------------
+
+    def _record(self, info: OpInfo, args: tuple[Any, ...], ins: list[Tensor]) -> OpRecord:
+        node = _current_node()
+        if node is None:
+            mark = here_until(self.barrier, 4) if self.barrier is not None else here_until(_NOWHERE, 4)
+            record = OpRecord(self.operations, info, self.phase, mark or self.mark, self.module, self.api)
+        else:
+            mark = here_until(_ENGINE, 4)
+            origin = self._by_sequence.get(node._sequence_nr())
+            if mark is not None:
+                module = self.module or (origin.module if origin is not None else None)
+                record = OpRecord(self.operations, info, "backward", mark, module, self.api, forward=origin, own_frame=True)
+            elif origin is not None:
+                record = OpRecord(self.operations, info, "backward", origin.mark, origin.module, origin.api, forward=origin)
+            else:
+                record = OpRecord(self.operations, info, "backward", self.mark, None, self.api)
+            record.node = node.name()
+        record.inputs = self._keep(ins)
+        record.args = _plain_arguments(info, args)
+        if any(t.requires_grad for t in ins):
+            # The node that this operation gets was numbered just before it was dispatched. A record inside another
+            # node's backward (create_graph, a recomputation) explains the new node by the one that made it.
+            self._by_sequence.setdefault(_sequence_number() - 1, record if node is None or record.own_frame else record.forward or record)
+        self.last = record
+        return record
+
+    def _remember_view(self, info: OpInfo) -> None:
+        mark = here_until(self.barrier or _NOWHERE, 3) or self.mark
+        record = OpRecord(self.operations, info, self.phase, mark, self.module, self.api)
+        self._by_sequence.setdefault(_sequence_number() - 1, record)
+
+    def _keep(self, ins: list[Tensor]) -> list[Any]:
+        kept: list[Any] = []
+        for t in ins:
+            size = t.numel() * t.element_size() if t.layout is torch.strided else 0
+            if self._input_bytes + size <= KEEP_INPUT_BYTES:
+                self._input_bytes += size
+                kept.append(t)
+            else:
+                kept.append(weakref.ref(t))
+        return kept
+
+    def _before_write(self, ins: list[Tensor]) -> list[Tensor]:
+        """Copies of the inputs of a writing operation; the journal keeps what stood in memory that is not the trace's."""
+        for t in ins:
+            key = key_of(t)
+            if key and key not in self._made and key not in self.journal and self.protected(key):
+                whole = torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage())
+                self.journal[key] = (whole, whole.clone(), 0 if t.is_inference() else t._version)
+        return [t.detach().clone() if t.numel() <= 1 << 20 else t for t in ins]
+
+    def undo_writes(self) -> None:
+        """Give memory that is not the trace's its earlier contents back."""
+        for whole, copy, _ in self.journal.values():
+            whole.copy_(copy)
+        self.journal.clear()
+
+    def _bad_inputs(self, info: OpInfo, ins: list[Tensor]) -> dict[int, Line]:
+        """Births carried by those inputs that do hold non-finite values, by position; meets outside tensors for the first time."""
+        found: dict[int, Line] = {}
+        for position, t in enumerate(ins):
+            line = self.lineage.of(t)
+            if line:
+                if not _finite_fast(t):
+                    found[position] = line
+                continue
+            key = key_of(t)
+            if key in self._made or key in self._checked:
+                continue
+            self._checked[key] = t  # held: the address must not be given out again while the trace runs
+            if not _finite_fast(t):
+                found[position] = self._source(info, t)
+        return found
+
+    def _source(self, info: OpInfo, t: Tensor) -> Line:
+        """A tensor from outside brings non-finite values: a birth of its own kind."""
+        known = self.outside(t)
+        kind, name = known if known is not None else (BirthKind.OPAQUE, None)
+        stats = _finite.stats(t)
+        only_negative = stats.nan_count == 0 and stats.posinf_count == 0
+        if known is None and t.numel() == 1 and self.barrier is not None:
+            kind = BirthKind.CONSTANT
+        intended = (only_negative and kind in (BirthKind.BUFFER, BirthKind.INPUT, BirthKind.LABEL, BirthKind.CONSTANT, BirthKind.OPAQUE)) or (
+            kind is BirthKind.CONSTANT and stats.nan_count == 0
+        )
+        if kind is BirthKind.OPAQUE and intended and not _mask_like(stats):
+            intended = False
+        record = OpRecord(self.operations, info, self.phase, self._here() or self.mark, self.module, self.api)
+        gen = Gen((RANK.get(kind, 2), self.operations), kind, intended, record, name=name, output=stats, only_negative=only_negative)
+        gen.guilty = stats.bad_count
+        gen.first_bad = _finite.first_bad_index(t)
+        gen.rows = _finite.bad_rows(t)
+        self._born(gen)
+        line: Line = frozenset((gen,))
+        self.lineage.mark(t, line)
+        return line
+
+    def _here(self) -> Mark | None:
+        return here_until(self.barrier or _NOWHERE, 5)
+
+    def _scalar_read(self, record: OpRecord, ins: list[Tensor], value: Any) -> None:
+        if isinstance(value, (float, complex)) and not _finite_number(value):
+            self.last_scalar = self._lines(self._bad_inputs(record.info, ins))
+
+    def _uninitialised(self, record: OpRecord, outs: list[Tensor]) -> None:
+        for o in outs:
+            if o.numel():
+                gen = Gen((2, self.operations), BirthKind.OPERATION, False, record, note="uninitialised memory")
+                self.births.append(gen)
+                self.lineage.mark(o, frozenset((gen,)))
+
+    def _finite_result(
+        self, info: OpInfo, record: OpRecord, ins: list[Tensor], outs: list[Tensor], bad_before: dict[int, Line]
+    ) -> None:
+        carried = bad_before if info.mutates else self._bad_inputs(info, ins)
+        for line in carried.values():
+            for gen in line:
+                if len(gen.ended) < 64:
+                    gen.ended.append(record)
+        if self.lineage._lines:
+            for o in outs:
+                self.lineage.overwritten(o)
+
+    def _bad_result(
+        self,
+        info: OpInfo,
+        record: OpRecord,
+        ins: list[Tensor],
+        bad: list[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: list[Tensor],
+        bad_before: dict[int, Line],
+    ) -> None:
+        values = before if info.mutates and before else ins
+        carried = bad_before if info.mutates else self._bad_inputs(info, ins)
+        if not carried and not info.mutates:
+            carried = self._opaque_inputs(info, ins)
+        line = self._lines(carried)
+        scalars = [v for v in _scalars((args, kwargs)) if not _finite_number(v)]
+        literal = _literal_values(info, args, kwargs, scalars)
+        out = bad[0]
+        if not line and scalars and not info.literal:
+            line = self.last_scalar or self._constant(record, scalars)
+        fresh: list[Gen] = []
+        if info.literal and literal is not None and not line:
+            # A literal NaN is never intended: where it reaches the loss, the call that chose it is to blame.
+            fresh.append(self._birth(record, BirthKind.CONSTANT, not math.isnan(literal), info, values, out, None))
+        elif info.literal and literal is not None:
+            line |= {self._birth(record, BirthKind.CONSTANT, not math.isnan(literal), info, values, out, None)}
+        elif not line:
+            fresh.append(self._birth(record, BirthKind.OPERATION, False, info, values, out, None))
+        elif all(g.intended for g in line):
+            met = self._intended_met(info, record, line, carried, values, out)
+            if met is not None:
+                fresh.append(met)
+        if line and info.pointwise and carried and not (info.literal and literal is not None):
+            also = self._also_born(info, record, carried, values, out)
+            if also is not None:
+                fresh.append(also)
+        for gen in line:
+            gen.pass_through(record)
+        new = line | frozenset(fresh)
+        for o in bad:
+            self.lineage.mark(o, new)
+
+    def _intended_met(
+        self, info: OpInfo, record: OpRecord, line: Line, carried: dict[int, Line], values: list[Tensor], out: Tensor
+    ) -> Gen | None:
+        """Intended infinities alone came in: a birth if a NaN came out, unless the value itself is the mistake here."""
+        if _finite.stats(out).nan_count == 0 or any(_has_nan(values[i]) for i in carried):
+            return None
+        sources = [g for g in line if g.kind in (BirthKind.INPUT, BirthKind.LABEL)]
+        if info.contracts and sources:
+            # -inf in a batch is a mask when it meets a softmax; in a matrix product it is a bad feature.
+            for g in sources:
+                g.intended = False
+            return None
+        return self._birth(record, BirthKind.INTENDED_MET, False, info, values, out, None)
+
+    def _also_born(
+        self, info: OpInfo, record: OpRecord, carried: dict[int, Line], values: list[Tensor], out: Tensor
+    ) -> Gen | None:
+        """In a pointwise operation: bad elements whose own operands are all finite are a birth of their own."""
+        mask = _finite.bad_mask(out)
+        try:
+            for i in carried:
+                mask = mask & ~_finite.bad_mask(values[i]).expand(mask.shape)
+        except RuntimeError:  # shapes that do not broadcast: not element by element after all
+            return None
+        if not bool(mask.any()):
+            return None
+        return self._birth(record, BirthKind.OPERATION, False, info, values, out, mask)
+
+    def _opaque_inputs(self, info: OpInfo, ins: list[Tensor]) -> dict[int, Line]:
+        """Inputs that went bad without any operation writing them: code that the dispatcher does not see."""
+        found: dict[int, Line] = {}
+        for i, t in enumerate(ins):
+            if not _finite_fast(t):
+                known = self.outside(t)
+                kind = known[0] if known is not None else BirthKind.OPAQUE
+                record = OpRecord(self.operations, info, self.phase, self._here() or self.mark, self.module, self.api)
+                gen = Gen((RANK.get(kind, 2), self.operations), kind, False, record, name=known[1] if known else None)
+                gen.output = _finite.stats(t)
+                gen.guilty = gen.output.bad_count
+                gen.first_bad, gen.rows = _finite.first_bad_index(t), _finite.bad_rows(t)
+                self._born(gen)
+                line: Line = frozenset((gen,))
+                self.lineage.mark(t, line)
+                found[i] = line
+        return found
+
+    def _constant(self, record: OpRecord, scalars: list[Any]) -> Line:
+        gen = Gen((2, self.operations), BirthKind.CONSTANT, False, record, note=f"the number {scalars[0]!r}")
+        self._born(gen)
+        return frozenset((gen,))
+
+    def _birth(
+        self,
+        record: OpRecord,
+        kind: BirthKind,
+        intended: bool,
+        info: OpInfo,
+        values: list[Tensor],
+        out: Tensor,
+        mask: Tensor | None,
+    ) -> Gen:
+        gen = Gen((2, self.operations), kind, intended, record)
+        if not intended and len(self.births) < MAX_DESCRIBED:
+            mask = _finite.bad_mask(out) if mask is None else mask
+            gen.output = _finite.stats(out)
+            gen.guilty = int(mask.sum())
+            gen.first_bad = _finite.first_bad_index(out)
+            gen.rows = _finite.bad_rows(out)
+            gen.inputs = tuple(_guilty_input(i, t, mask, out, info, record) for i, t in enumerate(values))
+            gen.overflow = gen.output.nan_count == 0 and (
+                info.op not in _POLES or not any(g.whole.zero_count for g in gen.inputs)
+            )
+        gen.only_negative = not _has_nan(out) and _finite.stats(out).posinf_count == 0 if not intended else False
+        self._born(gen)
+        return gen
+
+    def _born(self, gen: Gen) -> None:
+        self.births.append(gen)
+        gen.record.births.append(gen)
+        if self.on_birth is not None:
+            self.on_birth(gen)
+
+    @staticmethod
+    def _lines(carried: dict[int, Line]) -> Line:
+        out: Line = EMPTY
+        for line in carried.values():
+            out |= line
+        return out
+
+    # -- asked afterwards ----------------------------------------------------------------------------------------------
+
+    def ancestry(self, t: Tensor) -> Line:
+        """Births that the non-finite values of `t` descend from; empty where `t` is finite."""
+        if not _finite.checkable(t) or _finite.is_finite(t):
+            return EMPTY
+        return self.lineage.of(t)
+
+
+def _nowhere() -> None:  # its code is never on the stack: a barrier that is never met
+    return None
+
+
+_NOWHERE = _nowhere.__code__
+
+
+def _floats(value: Any) -> Iterator[Tensor]:
+    """Tensors in an operation's arguments or results that can hold non-finite values."""
+    if isinstance(value, Tensor):
+        if (value.is_floating_point() or value.is_complex()) and _finite.checkable(value):
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            yield from _floats(v)
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from _floats(v)
+
+
+def _scalars(value: Any) -> Iterator[float | complex]:
+    if isinstance(value, (float, complex)):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            yield from _scalars(v)
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from _scalars(v)
+
+
+def _finite_number(value: float | complex) -> bool:
+    return math.isfinite(value.real) and math.isfinite(value.imag) if isinstance(value, complex) else math.isfinite(value)
+
+
+def _finite_fast(t: Tensor) -> bool:
+    """Exact; one cheap reduction where the tensor is finite, which is nearly always."""
+    if t.layout is not torch.strided or t.dtype not in _SUMMABLE:
+        return _finite.is_finite(t)
+    total = _sum(t, dtype=torch.float32) if t.dtype in _HALF else _sum(t)
+    value = total.item()
+    return math.isfinite(value) or _finite.is_finite(t)
+
+
+_HALF = (torch.float16, torch.bfloat16)
+_SUMMABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def _has_nan(t: Tensor) -> bool:
+    return _finite.stats(t).nan_count > 0
+
+
+def _mask_like(stats: Any) -> bool:
+    """True for an additive mask: -inf and one other value, or -inf alone."""
+    return stats.min is None or stats.min == stats.max
+
+
+def _literal_values(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], scalars: list[Any]) -> float | None:
+    """The non-finite literal that `info` writes, if it does."""
+    if not info.literal:
+        return None
+    for value in scalars:
+        return value.real if isinstance(value, complex) else value
+    return None
+
+
+def _plain_arguments(info: OpInfo, args: tuple[Any, ...]) -> tuple[str, ...]:
+    out = []
+    for i, value in enumerate(args):
+        if isinstance(value, (bool, int, float)) or (isinstance(value, (list, tuple)) and all(isinstance(v, (int, float)) for v in value)):
+            name = info.argument_names[i] if i < len(info.argument_names) else str(i)
+            out.append(f"{name}={value!r}")
+    return tuple(out)
+
+
+def _guilty_input(position: int, t: Tensor, mask: Tensor, out: Tensor, info: OpInfo, record: OpRecord) -> GuiltyInput:
+    whole = _finite.stats(t)
+    at: Any = None
+    try:
+        if info.pointwise or t.shape == out.shape:
+            at = _finite.stats_where(t.expand(mask.shape), mask)
+        elif info.reduction:
+            at = _finite.stats_where(t, _spread_mask(mask, t, record))
+    except (RuntimeError, IndexError):  # no correspondence of elements: the whole tensor has to do
+        at = None
+    return GuiltyInput(position=position, whole=whole, at_guilty=at)
+
+
+def _spread_mask(mask: Tensor, t: Tensor, record: OpRecord) -> Tensor:
+    """The elements of a reduction's input that went into its bad results."""
+    if mask.dim() == t.dim():
+        return mask.expand(t.shape)
+    if mask.dim() == 0:
+        return mask.expand(t.shape)
+    dims = next((eval_dims(a) for a in record.args if a.startswith("dim=")), [])
+    for d in sorted(d % t.dim() for d in dims):
+        mask = mask.unsqueeze(d)
+    return mask.expand(t.shape)
+
+
+def eval_dims(text: str) -> list[int]:
+    """'dim=[0, -1]' -> [0, -1]."""
+    import ast
+
+    value = ast.literal_eval(text.split("=", 1)[1])
+    return [value] if isinstance(value, int) else list(value)

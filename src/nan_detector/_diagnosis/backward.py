@@ -56,7 +56,7 @@ _EXPS = ("exp", "expm1", "exp2", "sinh", "cosh")
 
 
 def pole(birth: Birth) -> bool | None:
-    """Does the operation of the derivative divide by zero (raise 0 to a negative power)? None where it cannot be seen."""
+    """Whether the derivative's operation divides by 0 (or raises 0 to a negative power); None where it cannot be seen."""
     op = op_of(birth)
     if op in ("div", "reciprocal", "rsqrt", "addcdiv"):
         return zero_denominator(birth) if birth.inputs else None
@@ -117,7 +117,7 @@ def _forward_exponent(birth: Birth) -> float | None:
 
 
 def gradient_at_domain_boundary(birth: Birth, trace: Trace) -> Cause | None:
-    """The derivative of acos, asin, acosh, atanh, erfinv, logit at an edge; of anything else, a derivative that divides by 0."""
+    """The derivative of acos and its like at an edge; of any other function, a derivative that divides by 0."""
     made_by = base_op(birth.derivative_of)
     if not is_derivative(birth):
         return None
@@ -206,10 +206,12 @@ def unselected_branch(birth: Birth, trace: Trace) -> Cause | None:
 def _double_where(op: str) -> str:
     if op in ("div", "reciprocal", "rsqrt", "fmod", "remainder"):
         return "ok = n != 0; y = torch.where(ok, x / torch.where(ok, n, 1.0), 0.0)"
-    if op in ("log", "log2", "log10", "sqrt", "pow"):
-        return f"ok = x > 0; y = torch.where(ok, torch.{op if op != 'pow' else 'pow'}(torch.where(ok, x, 1.0){', p' if op == 'pow' else ''}), 0.0)"
-    if op in ("exp", "expm1", "exp2"):
-        return f"clamp before, not after: torch.{op}(x.clamp(max=80))"
+    if op in ("log", "log2", "log10", "sqrt"):
+        return f"ok = x > 0; y = torch.where(ok, torch.{op}(torch.where(ok, x, 1.0)), 0.0)"
+    if op == "pow":
+        return "ok = x > 0; y = torch.where(ok, torch.where(ok, x, 1.0).pow(p), 0.0)"
+    if op in _EXPS:
+        return "clamp the argument before the exponential, not the result after it"
     if op in ("mul",):
         return "logp = torch.where(mask, logp, 0.0) before the product, then p * logp"
     return "y = f(torch.where(ok, x, 1.0)) with an input that is safe, then torch.where(ok, y, 0.0)"
@@ -233,7 +235,7 @@ def _holds(stats: TensorStats, edge: float, made_by: str) -> bool:
 
 
 def _forward_zeros(birth: Birth, name: str) -> str:
-    """ "1 of 10 inputs of sqrt is exactly 0" in either wording that the numbers allow."""
+    """A sentence, "1 of 10 inputs of sqrt is exactly 0", in the wording that the numbers allow."""
     inputs = birth.forward_inputs[0] if birth.forward_inputs else None
     if inputs is not None and inputs.zero_count:
         return f"{share(inputs.zero_count, inputs.numel, f'inputs of {name}')} exactly 0."

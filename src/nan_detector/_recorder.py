@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 #: Sets of columns kept at the same time: an optimizer per network, or a parameter that was frozen on the way.
 MOST_TABLES = 4
-
 _RESERVED = (LEARNING_RATE, LOSS_SCALE)
 
 
@@ -119,8 +118,8 @@ class Recorder:
     """The last steps of a run.
 
     Sets of columns that alternate (two optimizers) or replace each other (a layer is frozen) each have a ring of
-    their own; the bounds hold over all of them together. Reads by another thread during `append` are the caller's duty,
-    and so is keeping the user's torch-function and dispatch modes out of `append`.
+    their own; the bounds hold over all of them together. Keeping other threads' reads, and the user's torch-function
+    and dispatch modes, out of `append` is the caller's duty.
 
     Args:
         history: Rows kept at most.
@@ -229,9 +228,7 @@ class Recorder:
 
     def _step_row(self, numbers: _Numbers, names: tuple[str, ...], values: Sequence[float]) -> StepRow:
         row = dict(zip(names, values, strict=True))
-        largest = row.get(MAX_GRAD_NORM)
-        if largest is None:
-            largest = _largest(v for n, v in row.items() if n.startswith(GRAD_NORM_OF))
+        largest = row.get(MAX_GRAD_NORM, _largest([v for n, v in row.items() if n.startswith(GRAD_NORM_OF)]))
         return StepRow(
             step=numbers.step,
             loss=row.get(LOSS),
@@ -288,11 +285,8 @@ def _filled(values: Iterable[float | None]) -> list[float]:
     return [math.nan if v is None else v for v in values]
 
 
-def _largest(values: Iterator[float]) -> float | None:
-    found = list(values)
-    if not found:
-        return None
-    return math.nan if any(math.isnan(v) for v in found) else max(found)
+def _largest(values: Sequence[float]) -> float | None:
+    return math.nan if any(map(math.isnan, values)) else max(values, default=None)
 
 
 def _as_columns(found: Sequence[_Row]) -> tuple[list[int], dict[str, list[float | None]]]:

@@ -205,7 +205,8 @@ def _short_path(file: str) -> str:
     except (OSError, ValueError):  # the folder is gone; the file is on another drive or has a name no path can have
         return file
     at_root = os.path.dirname(here) == here
-    return file if at_root or not os.path.isabs(file) or inside.startswith(os.pardir) else inside
+    outside = at_root or not os.path.isabs(file) or inside.startswith(os.pardir)
+    return file if outside else inside.replace(os.sep, "/")
 
 
 def _source(location: Location) -> list[str]:

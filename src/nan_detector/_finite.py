@@ -226,16 +226,13 @@ def _stats(v: Tensor | None, of: Tensor, shape: tuple[int, ...]) -> TensorStats:
     rows = [_summary(piece) for piece in _pieces(v)]
     nan, posinf, neginf, zero, negative, low, high, least, total, scaled = zip(*rows, strict=True)
     finite = v.numel() - int(sum(nan) + sum(posinf) + sum(neginf))
-    mean = None
-    if finite:
-        mean = math.fsum(total) / finite if all(map(math.isfinite, total)) else math.fsum(scaled) / finite / _SCALE
     return TensorStats(
         shape,
         str(of.dtype),
         str(of.device),
         min=min(low) if finite else None,
         max=max(high) if finite else None,
-        mean=mean,
+        mean=_mean(total, scaled, finite) if finite else None,
         min_nonzero=min(least) if min(least) < math.inf else None,
         nan_count=int(sum(nan)),
         posinf_count=int(sum(posinf)),
@@ -243,6 +240,15 @@ def _stats(v: Tensor | None, of: Tensor, shape: tuple[int, ...]) -> TensorStats:
         zero_count=int(sum(zero)),
         negative_count=int(sum(negative) + sum(neginf)),
     )
+
+
+def _mean(totals: Sequence[float], scaled: Sequence[float], count: int) -> float:
+    try:
+        if all(map(math.isfinite, totals)):
+            return math.fsum(totals) / count
+    except OverflowError:  # only their sum is too large
+        pass
+    return math.fsum(scaled) / count / _SCALE
 
 
 def _summary(v: Tensor) -> list[float]:

@@ -64,13 +64,17 @@ class Book:
         """Keep, write and log a warning."""
         kind = record.kind if isinstance(record, WarningRecord) else "grad_norm"
         with self._lock:
-            kept: list[WarningRecord] | list[GradEvent] = self.warnings if isinstance(record, WarningRecord) else self.grad_events
+            kept: list[WarningRecord] | list[GradEvent] = (
+                self.warnings if isinstance(record, WarningRecord) else self.grad_events
+            )
             if len(kept) < self._config.max_events:
                 kept.append(record)  # type: ignore[arg-type]  # the list of its own kind, chosen above
             self.write(record)
             self._counts[kind] = count = self._counts.get(kind, 0) + 1
         if count <= MAX_LOGGED_WARNINGS:
-            logger.warning("%s%s", message, " (further ones of this kind are not logged)" if count == MAX_LOGGED_WARNINGS else "")
+            logger.warning(
+                "%s%s", message, " (further ones of this kind are not logged)" if count == MAX_LOGGED_WARNINGS else ""
+            )
         if isinstance(record, WarningRecord):
             self._tell(self._config.on_warning, record, "on_warning")
 

@@ -16,6 +16,7 @@ class CallKind(Enum):
     PLAIN = "plain"
     IN_PLACE = "in place"  # arguments must be looked at before they change
     RANDOM = "random"  # the generator's state must be kept
+    STATE = "state"  # changes what autograd does with a tensor, not its values
     BACKWARD = "backward"
 
 
@@ -29,7 +30,7 @@ _RANDOM_WORDS = (
 
 _IGNORED_NAMES = {
     "_record_function_enter_new", "_record_function_exit", "_set_grad_enabled", "size", "dim", "stride", "numel",
-    "element_size", "data_ptr", "is_floating_point", "is_complex", "requires_grad_", "register_hook", "retain_grad",
+    "element_size", "data_ptr", "is_floating_point", "is_complex",
     "__hash__", "__len__", "__repr__", "__format__", "is_contiguous", "storage_offset", "untyped_storage", "nelement",
     "get_device", "register_post_accumulate_grad_hook", "is_set_to", "__dlpack_device__", "is_inference", "_is_view",
 }  # fmt: skip
@@ -64,8 +65,12 @@ def _classify(func: Callable[..., Any]) -> CallKind:
         return CallKind.IN_PLACE if attribute in ("grad", "data", "requires_grad") else CallKind.IGNORE
     if name in _IGNORED_NAMES or type(func).__name__ == "_RecordFunction" or "_record_function" in str(name):
         return CallKind.IGNORE
-    if "profiler" in str(getattr(func, "__module__", "")) or "record_function" in str(getattr(func, "__qualname__", "")):
+    if "profiler" in str(getattr(func, "__module__", "")) or "record_function" in str(
+        getattr(func, "__qualname__", "")
+    ):
         return CallKind.IGNORE
+    if name in ("requires_grad_", "register_hook", "retain_grad"):
+        return CallKind.STATE
     if any(word in name for word in _RANDOM_WORDS):
         return CallKind.RANDOM
     if is_in_place(name):
@@ -76,8 +81,8 @@ def _classify(func: Callable[..., Any]) -> CallKind:
 def is_in_place(name: str) -> bool:
     """True when a torch function of this name writes into its first argument."""
     if name.startswith("__"):
-        return name == "__setitem__" or name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
-    return name.endswith("_") or name in ("set_", "copy_") or name.startswith("_foreach_") and name.endswith("_")
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    return name.endswith("_") or name in ("set_", "copy_") or (name.startswith("_foreach_") and name.endswith("_"))
 
 
 def public_name(func: Callable[..., Any]) -> str:

@@ -1,7 +1,7 @@
 """The closed list of cause codes: one frozen entry a mechanism, in the order the documentation shows them.
 
 A code names a mechanism, not an operation. The rules of `_diagnosis` may only use codes from here, and `docs/causes.md`
-is written by `as_markdown`. The file is long because it is a table: the texts of every cause stand here and nowhere else.
+is written by `as_markdown`. The file is long because it is a table: the texts of every cause stand here, nowhere else.
 """
 
 from __future__ import annotations
@@ -512,8 +512,8 @@ _ELSEWHERE = (
     ),
     _C(
         "literal_nan",
-        "a literal NaN was used",
-        "The code itself writes a NaN, and this one was read before it was overwritten.",
+        "a NaN or infinity written as a number",
+        "The code itself writes it, and what was meant as a marker was used as a value.",
         "Fill with a value that is legal to read, or make sure every element is written.",
         "float('nan') as a filler marks what must not be read. "
         "Here it was read: an element was not overwritten, or a branch returned the marker. "
@@ -587,13 +587,13 @@ def explain(code: str) -> CauseInfo:
 
 
 def cause(code: str, *evidence: str, fix: str | None = None) -> Cause:
-    """The record of a cause: the list's texts, this birth's evidence, and `fix` where it is closer than the general one.
+    """The record of a cause: the list's texts, this birth's evidence, and `fix` where it is closer than the list's.
 
     Raises:
         ValueError: There is no such code.
     """
     info = explain(code)
-    return Cause(info.code, info.title, info.explanation, tuple(e for e in evidence if e), fix or info.fix)
+    return Cause(info.code, info.title, info.explanation, tuple(_sentence(e) for e in evidence if e), fix or info.fix)
 
 
 def as_markdown() -> str:
@@ -601,9 +601,8 @@ def as_markdown() -> str:
     lines = [
         "# Causes",
         "",
-        "Every event names its cause by one of these codes. A code names a mechanism, not an operation; the list is "
-        "closed,",
-        "and a code keeps its meaning once released. This page is written from the list in the source.",
+        "Every event names its cause by one of these codes. A code names a mechanism, not an operation. The list is",
+        "closed, and a code keeps its meaning once released. This page is written from the list in the source.",
     ]
     for heading, infos in FAMILIES:
         lines += ["", f"## {heading}"]
@@ -612,12 +611,16 @@ def as_markdown() -> str:
                 "",
                 f"### `{info.code}`",
                 "",
-                f"**{_sentence(info.title)}.** {info.docs}",
+                f"**{info.title[:1].upper()}{info.title[1:]}.** {info.docs}",
                 "",
                 f"*Fix:* {info.fix}",
             ]
     return "\n".join(lines) + "\n"
 
 
+#: Words that begin a sentence rather than name something of the user's, whose case must stay.
+_FIRST_WORDS = ("a", "an", "the", "some", "something", "whole")
+
+
 def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    return text[:1].upper() + text[1:] if text.split(" ", 1)[0] in _FIRST_WORDS else text

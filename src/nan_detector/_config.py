@@ -95,10 +95,14 @@ def build_config(
         OptionError: An option cannot be used; the message names it, its value and the way out.
     """
     if protect == "full":
-        raise OptionError("protect='full' is not available yet; use protect='gate', which refuses a bad step before it is taken.")
+        raise OptionError(
+            "protect='full' is not available yet; use protect='gate', which refuses a bad step before it is taken."
+        )
     _one_of("protect", protect, ("gate", "full"))
     if capsule:
-        raise OptionError("capsule=True is not available yet; use log_dir=... to keep the event log, and capsule=False.")
+        raise OptionError(
+            "capsule=True is not available yet; use log_dir=... to keep the event log, and capsule=False."
+        )
     return Config(
         watch=Watch(_one_of("watch", watch, [w.value for w in Watch])),
         on_nan=_policy(on_nan, stop_on_first),
@@ -164,7 +168,9 @@ def _positive(name: str, value: object, *, allow_inf: bool) -> float:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
         if math.isfinite(value) or allow_inf:
             return float(value)
-    raise OptionError(f"{name}={value!r} must be a number above 0" + (" (float('inf') turns it off)." if allow_inf else "."))
+    raise OptionError(
+        f"{name}={value!r} must be a number above 0" + (" (float('inf') turns it off)." if allow_inf else ".")
+    )
 
 
 def _types(name: str, value: object) -> tuple[type, ...]:
@@ -179,7 +185,9 @@ def _path(name: str, value: object) -> str:
 
         return os.fspath(value)  # type: ignore[arg-type, return-value]  # any str or PathLike; the except names the rest
     except TypeError:
-        raise OptionError(f"{name}={value!r} must be a folder's path (str or pathlib.Path), or None to write nothing.") from None
+        raise OptionError(
+            f"{name}={value!r} must be a folder's path (str or pathlib.Path), or None to write nothing."
+        ) from None
 
 
 def _callback(name: str, value: Any) -> Any:

@@ -17,8 +17,8 @@ from nan_detector._config import PolicyOption, build_config
 from nan_detector._engine import Engine
 from nan_detector._errors import NotAttachedError
 from nan_detector._naming import models_of
-from nan_detector._records import GradEvent, NaNEvent, RunRecord, WarningRecord
 from nan_detector._recorder import History, Recorder
+from nan_detector._records import GradEvent, NaNEvent, RunRecord, WarningRecord
 from nan_detector._session import session
 from nan_detector._state import switched_off
 from nan_detector._version import __version__
@@ -202,7 +202,9 @@ class NaNDetector:
             NotAttachedError: The detector is not attached.
         """
         if self._engine is None and not switched_off():
-            raise NotAttachedError("run_step needs an attached detector: use it inside `with NaNDetector(model) as det:`.")
+            raise NotAttachedError(
+                "run_step needs an attached detector: use it inside `with NaNDetector(model) as det:`."
+            )
         return step_fn(*args, **kwargs)
 
     # -- what was found --------------------------------------------------------------------------------------------------

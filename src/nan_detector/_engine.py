@@ -62,7 +62,9 @@ class Engine:
         self._columns: dict[tuple[tuple[str, ...], bool], tuple[str, ...]] = {}
         self._spent = 0.0
         self._warned_step: int | None = None
-        self._kind: StepWatch = {Watch.STEP: StepWatch, Watch.LAYERS: LayerWatch, Watch.OPS: OpWatch}[config.watch](self)
+        self._kind: StepWatch = {Watch.STEP: StepWatch, Watch.LAYERS: LayerWatch, Watch.OPS: OpWatch}[config.watch](
+            self
+        )
         self.roots = Roots(list(models.values()), self.on_enter, self.on_leave, self.contain)
 
     # -- the user's view -------------------------------------------------------------------------------------------
@@ -137,7 +139,9 @@ class Engine:
         tape = current.tape
         before = [e for e in tape.entries if e is not entry and e.kind == "root" and e.number < entry.number]
         if before and not any(r() is not None for e in before for r in e.made):
-            wanted = tape.needed([e for e in tape.entries if e.number >= entry.number or any(r() is not None for r in e.made)])
+            wanted = tape.needed(
+                [e for e in tape.entries if e.number >= entry.number or any(r() is not None for r in e.made)]
+            )
             tape.keep_only(wanted)
 
     def _judge_without_optimizer(self, current: Session) -> None:
@@ -301,7 +305,8 @@ class Engine:
                 layer, _, parameter = name.rpartition(".")
                 record = GradEvent(self.step, layer, parameter or name, norm, threshold)
                 self.book.warn(
-                    record, f"step {self.step}: the gradient norm of {name} is {norm:.3g}, above grad_norm_warn={threshold:g}"
+                    record,
+                    f"step {self.step}: the gradient norm of {name} is {norm:.3g}, above grad_norm_warn={threshold:g}",
                 )
                 warned = True
         return warned
@@ -342,7 +347,9 @@ class Engine:
             logger.exception("the search for the origin failed; the event keeps what the gate saw")
             from dataclasses import replace
 
-            return replace(event, status="final", notes=(*event.notes, f"the search failed: {type(error).__name__}: {error}"))
+            return replace(
+                event, status="final", notes=(*event.notes, f"the search failed: {type(error).__name__}: {error}")
+            )
 
     def _explain(self, current: Session, event: NaNEvent, suspicion: Suspicion, optimizer: Any) -> NaNEvent:
         steps, columns = self.recorder.columns(200)
@@ -358,7 +365,9 @@ class Engine:
             if finding is None:
                 with current.off():
                     finding = investigate(current.tape, self.models, self.config.replay_budget_s)
-        layer = finding.trace.birth.layer_name if finding.trace is not None and finding.trace.birth is not None else None
+        layer = (
+            finding.trace.birth.layer_name if finding.trace is not None and finding.trace.birth is not None else None
+        )
         return complete(event, finding, history, before_sentences(columns, steps, layer=layer))
 
     def _policy(self, event: NaNEvent) -> Policy:
@@ -434,7 +443,9 @@ class Engine:
         event = replace(event, symptom=f"the step raised {type(error).__name__}")
         self.book.provisional(event)
         steps, columns = self.recorder.columns(200)
-        event = complete(event, finding, {k: tuple(v) for k, v in columns.items()}, before_sentences(columns, steps, layer=None))
+        event = complete(
+            event, finding, {k: tuple(v) for k, v in columns.items()}, before_sentences(columns, steps, layer=None)
+        )
         self.book.final(replace(event, action="raised by the training"))
 
 

@@ -1,13 +1,13 @@
 """Everything this package raises, in one place.
 
-    Exception
-    ├── FloatingPointError
-    │   └── NonFiniteError        a NaN or Inf was born; carries the event
-    ├── ValueError
-    │   └── OptionError           an option has a value that cannot be used
-    └── RuntimeError
-        ├── NotAttachedError      a call that needs an attached detector
-        └── ReplayRefused         (internal) the step cannot be replayed safely; says why
+Exception
+├── FloatingPointError
+│   └── NonFiniteError        a NaN or Inf was born; carries the event
+├── ValueError
+│   └── OptionError           an option has a value that cannot be used
+└── RuntimeError
+    ├── NotAttachedError      a call that needs an attached detector
+    └── ReplayRefused         (internal) the step cannot be replayed safely; says why
 """
 
 from __future__ import annotations

@@ -56,14 +56,19 @@ def take(grads: Sequence[Tensor], losses: Sequence[Tensor], extra: Tensor | None
         head: list[Tensor] = []
         if losses:
             device, dtype = each.device if len(grads) else losses[0].device, each.dtype
-            flat = [loss.reshape(1).to(device=device, dtype=dtype) if not loss.is_complex() else loss.abs().reshape(1) for loss in losses]
+            flat = [
+                loss.reshape(1).to(device=device, dtype=dtype) if not loss.is_complex() else loss.abs().reshape(1)
+                for loss in losses
+            ]
             head.append(flat[0] if len(flat) == 1 else torch.cat(flat).mean().reshape(1))
         if len(grads):
             head.append(torch.linalg.vector_norm(each).reshape(1))
             head.append(each.max().reshape(1))
         row = torch.cat([*head, each]) if head else each
         wanted = row[: len(head)]
-        values = _finite.read(wanted if extra is None else torch.cat([wanted, extra.reshape(-1).to(wanted.device, wanted.dtype)]))
+        values = _finite.read(
+            wanted if extra is None else torch.cat([wanted, extra.reshape(-1).to(wanted.device, wanted.dtype)])
+        )
     numbers = iter(values)
     loss = next(numbers) if losses else None
     total, largest = (next(numbers), next(numbers)) if len(grads) else (None, None)
@@ -102,7 +107,9 @@ class Suspicion:
         if self.losses:
             parts.append(f"the loss is {_number(self.loss)}")
         if self.gradients:
-            shown = ", ".join(self.gradients[:3]) + (f" and {len(self.gradients) - 3} more" if len(self.gradients) > 3 else "")
+            shown = ", ".join(self.gradients[:3]) + (
+                f" and {len(self.gradients) - 3} more" if len(self.gradients) > 3 else ""
+            )
             parts.append(f"non-finite gradients of {shown}")
         if self.hyper is not None:
             parts.append(self.hyper.message)

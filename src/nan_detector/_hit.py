@@ -92,11 +92,16 @@ def _conclude(replayed: Replayed, notes: list[str]) -> Finding:
     trace = trace_of(replayed)
     notes += replayed.notes
     if replayed.raised is not None:
-        notes.append(f"the step raised {type(replayed.raised).__name__}: {str(replayed.raised).splitlines()[0][:200] if str(replayed.raised) else ''}")
+        notes.append(
+            f"the step raised {type(replayed.raised).__name__}: {str(replayed.raised).splitlines()[0][:200] if str(replayed.raised) else ''}"
+        )
     micro = replayed.micro_step_of(trace.birth.number) if trace.birth is not None else 0
     if replayed.same is False:
         changed = [o.name or "a tensor" for o in replayed.changed]
-        notes.append("the replay gave another loss than the step itself" + (f" ({', '.join(changed[:3])} was changed in place since)" if changed else ""))
+        notes.append(
+            "the replay gave another loss than the step itself"
+            + (f" ({', '.join(changed[:3])} was changed in place since)" if changed else "")
+        )
         if trace.birth is not None:
             where = trace.birth.location
             notes.append(
@@ -123,7 +128,9 @@ _PHASES: dict[str, Phase] = {
 _VERDICTS: dict[str, Verdict] = {"input": "data", "label": "data", "parameter": "state", "buffer": "state"}
 
 
-def complete(event: NaNEvent, finding: Finding, history: dict[str, tuple[float, ...]], before: tuple[str, ...]) -> NaNEvent:
+def complete(
+    event: NaNEvent, finding: Finding, history: dict[str, tuple[float, ...]], before: tuple[str, ...]
+) -> NaNEvent:
     """The final event: the provisional one with the finding, its cause and what had been growing."""
     trace = finding.trace
     if trace is None or trace.birth is None:
@@ -178,7 +185,12 @@ def _verdict(birth: Birth, cause: Cause | None) -> Verdict:
     found = _VERDICTS.get(birth.kind)
     if found is not None:
         return found
-    if cause is not None and cause.code in ("half_overflow", "half_gradient_overflow", "eps_underflow", "underflow_to_zero"):
+    if cause is not None and cause.code in (
+        "half_overflow",
+        "half_gradient_overflow",
+        "eps_underflow",
+        "underflow_to_zero",
+    ):
         return "precision"
     if birth.kind in (BirthKind.OPERATION.value, BirthKind.INTENDED_MET.value, BirthKind.INTENDED_REACHED.value):
         return "formula"

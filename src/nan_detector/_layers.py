@@ -43,7 +43,9 @@ class Layers:
             path = names.of_module(module)[0] or "root"
             self._handles.append(module.register_forward_hook(LayerHook(self, path)))
             if inputs and module in models:
-                self._handles.append(module.register_forward_pre_hook(LayerHook(self, f"{path} input", before=True), with_kwargs=True))
+                self._handles.append(
+                    module.register_forward_pre_hook(LayerHook(self, f"{path} input", before=True), with_kwargs=True)
+                )
 
     def remove(self) -> None:
         """Take every hook off."""
@@ -82,7 +84,11 @@ class Layers:
             return [], None
         with quiet():
             device = next(iter(seen.values()))[0].device
-            flat = [v.reshape(1).to(device=device, dtype=torch.float64 if v.dtype == torch.float64 else torch.float32) for pair in seen.values() for v in pair]
+            flat = [
+                v.reshape(1).to(device=device, dtype=torch.float64 if v.dtype == torch.float64 else torch.float32)
+                for pair in seen.values()
+                for v in pair
+            ]
             return [self.columns[slot] for slot in seen], torch.cat(flat)
 
 

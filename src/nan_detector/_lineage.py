@@ -57,6 +57,7 @@ class Gen:
     passed: list[OpRecord] = field(default_factory=list)
     ended: list[OpRecord] = field(default_factory=list)  # operations in which it vanished
     note: str = ""
+    last: Any = None  # weak reference to the tensor that carried it last
     only_negative: bool = False  # -inf alone
     overflow: bool = False  # finite operands, infinite result, no pole of the function involved
 

@@ -27,6 +27,7 @@ class Live:
         self.names = names
         self.make = make
         self.tracer = make()
+        self.on_leave: Callable[[Any, Any], None] | None = None
         self._on = False
         self._thread = threading.get_ident()
         self._stack: list[tuple[Any, str, Any]] = []
@@ -101,6 +102,8 @@ class Live:
             self.tracer.module, self.tracer.phase = before_module, before_phase
             if owner is module:
                 break
+        if self.on_leave is not None and output is not None:
+            self.on_leave(module, output)
 
     @property
     def depth(self) -> int:

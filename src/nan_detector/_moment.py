@@ -81,7 +81,9 @@ class Habits:
                 rng=rng_state(),
                 python_rng=random.getstate(),
                 numpy_rng=_numpy_state(),
-                buffers=tuple((m, n, b.detach().clone()) for m, n, b in _buffers(self.modules) if not is_passive_buffer(m, n)),
+                buffers=tuple(
+                    (m, n, b.detach().clone()) for m, n, b in _buffers(self.modules) if not is_passive_buffer(m, n)
+                ),
                 attributes=tuple((m, n, _kept(v, True)) for m in self.modules for n, v in own_attributes(m)),
                 generators=self._generator_states(),
             )
@@ -96,7 +98,9 @@ class Habits:
                 for i, n in self.buffers
                 if (b := by_id[i]._buffers.get(n)) is not None
             ),
-            attributes=tuple((by_id[i], n, _kept(vars(by_id[i]).get(n), (i, n) in self.written)) for i, n in self.attributes),
+            attributes=tuple(
+                (by_id[i], n, _kept(vars(by_id[i]).get(n), (i, n) in self.written)) for i, n in self.attributes
+            ),
             generators=self._generator_states(),
         )
 

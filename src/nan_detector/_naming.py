@@ -84,7 +84,11 @@ class Names:
             for path, token in _paths(value, name or f"args[{i}]"):
                 yield kind, path, token
         for key, value in entry.kwargs.items():
-            text = argument_text(entry.mark, None, key) if entry.mark is not None and entry.kind != "root" and _has_outside(value) else None
+            text = (
+                argument_text(entry.mark, None, key)
+                if entry.mark is not None and entry.kind != "root" and _has_outside(value)
+                else None
+            )
             for path, token in _paths(value, text or key):
                 yield kind, path, token
 
@@ -167,5 +171,3 @@ def models_of(model: Any) -> dict[str, torch.nn.Module]:
     if not pairs:
         raise TypeError("model is an empty collection; give at least one torch.nn.Module.")
     return dict(pairs)
-
-

@@ -25,6 +25,7 @@ class OpInfo:
         mask_aware: -inf in means weight 0: softmax and its kin.
         contracts: It multiplies and sums over a dimension: a mask value has no business in here.
         collective: It talks to other processes.
+        writes_statistics: It also writes running statistics among its arguments.
         overwrites: It writes all of its first argument without reading it.
         reduction: It reduces over the dimensions of its "dim" argument.
         argument_names: Names of the positional arguments.
@@ -42,6 +43,7 @@ class OpInfo:
     mask_aware: bool
     contracts: bool
     collective: bool
+    writes_statistics: bool
     overwrites: bool
     reduction: bool
     argument_names: tuple[str, ...]
@@ -77,7 +79,20 @@ _CONTRACTS = {
     "lstm", "gru", "mkldnn_rnn_layer", "thnn_fused_lstm_cell", "convolution_overrideable", "mkldnn_linear", "addr",
     "linalg_svd", "linalg_eigh", "linalg_inv_ex", "linalg_solve_ex", "linalg_cholesky_ex", "linalg_lu_factor_ex", "cumsum",
 }  # fmt: skip
-_OVERWRITES = {"copy", "fill", "zero", "uniform", "normal", "bernoulli", "exponential", "random", "cauchy", "log_normal", "geometric"}
+_OVERWRITES = {
+    "copy",
+    "fill",
+    "zero",
+    "uniform",
+    "normal",
+    "bernoulli",
+    "exponential",
+    "random",
+    "cauchy",
+    "log_normal",
+    "geometric",
+}
+_WRITES_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
 _REDUCTIONS = {"sum", "mean", "logsumexp", "amax", "amin", "var", "std", "linalg_vector_norm", "norm", "prod", "nansum", "var_mean", "std_mean"}  # fmt: skip
 _POINTWISE = {
     "add", "sub", "mul", "div", "pow", "exp", "log", "sqrt", "rsqrt", "reciprocal", "where", "masked_fill", "clamp", "tanh",
@@ -113,7 +128,9 @@ def _work_out(func: Any) -> OpInfo:
         op=op,
         aten=str(func),
         is_view=bool(getattr(func, "is_view", False)),
-        mutates=bool(schema is not None and schema.is_mutable),
+        # Batch norm writes its running statistics, which its schema keeps quiet about.
+        mutates=bool(schema is not None and schema.is_mutable) or op in _WRITES_STATISTICS,
+        writes_statistics=op in _WRITES_STATISTICS,
         pointwise=torch.Tag.pointwise in tags or op in _POINTWISE,
         literal=op in _LITERAL,
         uninitialised=op.startswith(("empty", "new_empty")),

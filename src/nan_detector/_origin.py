@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from nan_detector import _finite
-from nan_detector._quiet import quiet
 from nan_detector._lineage import EMPTY, Gen, Line, OpRecord
+from nan_detector._quiet import quiet
 from nan_detector._records import Location, Site, TensorStats
 from nan_detector._replay import Replayed
 from nan_detector._source import call_expression, location_of
@@ -33,10 +33,9 @@ def trace_of(replayed: Replayed) -> Trace:
     return _trace(tracer, harm, tuple(name for name, line in reached.items() if line))
 
 
-def trace_live(tracer: OpTracer, tensors: dict[str, Iterable[Tensor]]) -> Trace:
-    """Like `trace_of`, for operations traced as they ran; `tensors` are what was harmed, by kind."""
-    reached = {name: _union(tracer, ts) for name, ts in tensors.items()}
-    return _trace(tracer, frozenset().union(*reached.values()), tuple(n for n, line in reached.items() if line))
+def trace_of_line(tracer: OpTracer, harm: Line) -> Trace:
+    """The trace of a known harm, for operations followed as they ran."""
+    return _trace(tracer, harm, ("loss",))
 
 
 def _trace(tracer: OpTracer, harm: Line, reached: tuple[str, ...]) -> Trace:
@@ -106,7 +105,11 @@ def _intended_reached(harm: Line) -> Birth | None:
     reduced = [r for r in records if r.numel == 1]
     record = (reduced or records)[0]
     first = next(r for r in records if r.mark == record.mark)
-    op = record.forward.info.op if record.forward is not None and not record.own_frame else (record.api or record.info.op)
+    op = (
+        record.forward.info.op
+        if record.forward is not None and not record.own_frame
+        else (record.api or record.info.op)
+    )
     return Birth(
         number=first.index,
         kind=BirthKind.INTENDED_REACHED.value,
@@ -133,17 +136,21 @@ def birth_of(gen: Gen) -> Birth:
     library = False
     if gen.kind is BirthKind.CONSTANT and record.api and record.api not in (op, "full", "tensor", "where"):
         op, library = record.api, True
+    kind = BirthKind.OPERATION if library else gen.kind
     layer = _layer(record)
     if source and gen.name and gen.kind in (BirthKind.PARAMETER, BirthKind.BUFFER):
         layer = gen.name.rpartition(".")[0] or "root"
     return Birth(
         number=record.index,
-        kind=gen.kind.value,
+        kind=kind.value,
         op=op,
         aten=record.info.aten,
-        phase={BirthKind.PARAMETER: "state", BirthKind.BUFFER: "state", BirthKind.INPUT: "data", BirthKind.LABEL: "data"}.get(
-            gen.kind, record.phase
-        ),
+        phase={
+            BirthKind.PARAMETER: "state",
+            BirthKind.BUFFER: "state",
+            BirthKind.INPUT: "data",
+            BirthKind.LABEL: "data",
+        }.get(gen.kind, record.phase),
         call=None if source else _call(record),
         layer_name=None if gen.kind in (BirthKind.INPUT, BirthKind.LABEL) else layer,
         module_type=None if source else _module_type(record),
@@ -178,7 +185,9 @@ def sites(gen: Gen) -> tuple[Site, ...]:
         if out and out[-1].layer_name == layer and out[-1].phase == record.phase and layer is not None:
             continue
         op = record.forward.info.op if record.forward is not None and not record.own_frame else record.info.op
-        site = Site(op=op, phase=record.phase, layer_name=layer, module_type=_module_type(record), location=_location(record))
+        site = Site(
+            op=op, phase=record.phase, layer_name=layer, module_type=_module_type(record), location=_location(record)
+        )
         if not out or (out[-1].location, out[-1].phase) != (site.location, site.phase):
             out.append(site)
     return tuple(out[:MAX_SITES])

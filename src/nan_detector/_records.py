@@ -87,11 +87,19 @@ def _decode(value: Any, kind: Any) -> Any:
 
 
 def _float(default: Any = dataclasses.MISSING) -> Any:
-    return field(metadata={"kind": float}) if default is dataclasses.MISSING else field(default=default, metadata={"kind": float})
+    return (
+        field(metadata={"kind": float})
+        if default is dataclasses.MISSING
+        else field(default=default, metadata={"kind": float})
+    )
 
 
 def _nested(kind: type[Record], default: Any = dataclasses.MISSING) -> Any:
-    return field(metadata={"kind": kind}) if default is dataclasses.MISSING else field(default=default, metadata={"kind": kind})
+    return (
+        field(metadata={"kind": kind})
+        if default is dataclasses.MISSING
+        else field(default=default, metadata={"kind": kind})
+    )
 
 
 @dataclass(frozen=True, slots=True)

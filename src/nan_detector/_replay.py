@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from nan_detector._calls import public_name
 from nan_detector._errors import ReplayRefused
 from nan_detector._lineage import key_of
-from nan_detector._moment import Moment, Snapshot, restore
+from nan_detector._moment import Moment, Snapshot, is_passive_buffer, restore
 from nan_detector._naming import Names
 from nan_detector._patches import ReplayEnds
 from nan_detector._quiet import quiet
@@ -184,6 +184,7 @@ class Step:
             self._restore_moment(moment)
             tracer.phase = "forward"
         args, kwargs = self.decode(entry.args), self.decode(entry.kwargs)
+        tracer.api_inputs = args
         if moment is not None:
             _refuse_iterators(args, kwargs)
         try:
@@ -247,7 +248,7 @@ class Step:
                                 continue
                             undo.append((module._buffers, name, b))
                             if id(b) not in copies:
-                                copies[id(b)] = b.detach().clone()
+                                copies[id(b)] = _buffer_copy(module, name, b)
                                 self._own.add(key_of(copies[id(b)]))
                                 self.names.also(key_of(copies[id(b)]), b, module, name)
                             module._buffers[name] = copies[id(b)]
@@ -318,6 +319,15 @@ class Step:
             self.replayed.buffers[f"{path}.{name}" if path not in (None, "root") else name] = copy
 
 
+def _buffer_copy(module: torch.nn.Module, name: str, b: Tensor) -> Tensor:
+    copy = b.detach().clone()
+    if module.training and is_passive_buffer(module, name) and copy.is_floating_point():
+        # Running statistics were already written by the step that is replayed, and training does not read them: what
+        # that step put there must not look as if it had been there before.
+        copy.nan_to_num_(0.0, 0.0, 0.0)
+    return copy
+
+
 def _same_values(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
 
@@ -336,11 +346,12 @@ class _ApiNames(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracer = self.tracer
-        outer, tracer.api = tracer.api, public_name(func)
+        outer = tracer.api, tracer.api_inputs
+        tracer.api, tracer.api_inputs = public_name(func), args
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            tracer.api = outer
+            tracer.api, tracer.api_inputs = outer
 
 
 @contextlib.contextmanager
@@ -365,6 +376,6 @@ def _eager_stance() -> Any:
 def _refuse_iterators(args: Any, kwargs: Any) -> None:
     for name, value in [*enumerate(args), *kwargs.items()]:
         if hasattr(value, "__next__"):
-            raise ReplayRefused(f"argument {name!r} of the model is an iterator ({type(value).__name__}), which can be used only once")
-
-
+            raise ReplayRefused(
+                f"argument {name!r} of the model is an iterator ({type(value).__name__}), which can be used only once"
+            )

@@ -144,7 +144,9 @@ class Roots:
         if habits.learning and not habits.writes_inputs:
             from nan_detector._tape import Outside, tokens_in
 
-            habits.writes_inputs = any(isinstance(t, Outside) and t.changed for t in tokens_in((entry.args, entry.kwargs)))
+            habits.writes_inputs = any(
+                isinstance(t, Outside) and t.changed for t in tokens_in((entry.args, entry.kwargs))
+            )
         current.tape.add(entry, output)
         self.on_leave(current, entry, output)
 

@@ -221,7 +221,9 @@ class Session:
                     if isinstance(outside, Outside) and outside.snapshot is None and not outside.changed:
                         outside.snapshot = outside.tensor.detach().clone()
 
-    def custom_function(self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def custom_function(
+        self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """An `autograd.Function.apply`, which does not go through function modes."""
         if self.mode is None or self.mode.session is None or self.paused or self.busy or _compiling() or is_replaying():
             return apply(*args, **kwargs)

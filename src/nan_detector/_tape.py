@@ -93,9 +93,9 @@ def autocast_state() -> tuple[Any, ...] | None:
     """Which autocast regions are open, or None when none is: cheap, as it is asked for every recorded call."""
     if not torch._C._is_any_autocast_enabled():
         return None
-    return tuple(
-        (d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in AUTOCAST_KEYS
-    ) + (torch.is_autocast_cache_enabled(),)
+    return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in AUTOCAST_KEYS) + (
+        torch.is_autocast_cache_enabled(),
+    )
 
 
 class Tape:
@@ -121,7 +121,9 @@ class Tape:
             return Made(known[1], known[2])
         out = self.outside.get(ident)
         # The Outside of a non-leaf holds an alias, so its id may have been given to another tensor meanwhile.
-        if out is not None and (out.tensor is t or (out.opaque and out.tensor.data_ptr() == t.data_ptr() and not t.is_leaf)):
+        if out is not None and (
+            out.tensor is t or (out.opaque and out.tensor.data_ptr() == t.data_ptr() and not t.is_leaf)
+        ):
             return out
         out = Outside(t)
         self.outside[ident] = out
@@ -147,7 +149,7 @@ class Tape:
             return type(value)(*[self.encode(v) for v in value])
         if isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
             return [self.encode(v) for v in value] if isinstance(value, list) else tuple(self.encode(v) for v in value)
-        if dataclasses.is_dataclass(value) and not isinstance(value, type) or isinstance(value, Mapping):
+        if (dataclasses.is_dataclass(value) and not isinstance(value, type)) or isinstance(value, Mapping):
             return Packed(value, [(k, self.encode(v)) for k, v in items_of(value)])
         return value
 
@@ -242,7 +244,9 @@ class Tape:
         wanted = self.needed(self.entries[half:])
         lost = [e for e in self.entries[:half] if e not in wanted and e.kind == "backward"]
         if lost:
-            self.dropped.append(f"{len(lost)} backward passes: more than {MAX_ENTRIES} calls since the last optimizer step")
+            self.dropped.append(
+                f"{len(lost)} backward passes: more than {MAX_ENTRIES} calls since the last optimizer step"
+            )
         self._restrict([e for i, e in enumerate(self.entries) if i >= half or (e in wanted and i >= half // 2)])
 
 
@@ -268,7 +272,9 @@ class Packed:
         return fresh
 
 
-_ATOMS = frozenset({int, float, bool, str, type(None), slice, torch.dtype, torch.device, torch.Size, complex, type(Ellipsis), bytes})
+_ATOMS = frozenset(
+    {int, float, bool, str, type(None), slice, torch.dtype, torch.device, torch.Size, complex, type(Ellipsis), bytes}
+)
 
 
 def items_of(value: Any) -> Iterator[tuple[Any, Any]]:

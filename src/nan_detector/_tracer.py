@@ -37,7 +37,21 @@ _current_node = torch._C._current_autograd_node
 _sequence_number = torch.autograd._get_sequence_nr
 
 #: Poles: where these give an infinity, nothing overflowed.
-_POLES = {"div", "reciprocal", "log", "log2", "log10", "log1p", "rsqrt", "atanh", "logit", "pow", "digamma", "lgamma", "tan"}
+_POLES = {
+    "div",
+    "reciprocal",
+    "log",
+    "log2",
+    "log10",
+    "log1p",
+    "rsqrt",
+    "atanh",
+    "logit",
+    "pow",
+    "digamma",
+    "lgamma",
+    "tan",
+}
 
 
 class OpTracer(TorchDispatchMode):
@@ -68,10 +82,13 @@ class OpTracer(TorchDispatchMode):
         self.mark: Mark | None = None  # of the recorded call that is being made again
         self.module: tuple[str | None, str] | None = None
         self.api: str | None = None
+        self.api_inputs: Any = None  # arguments of that function
         self.journal: dict[int, tuple[Tensor, Tensor, int]] = {}
         self.protected: Callable[[int], bool] = lambda key: False
         self.on_birth: Callable[[Gen], None] | None = None
         self.last_scalar: Line = EMPTY
+        self.on_scalar: Callable[[Line], None] | None = None
+        self.leaves: dict[int, weakref.ref[Tensor]] = {}  # leaves that require grad, of a live trace
         self._by_sequence: dict[int, OpRecord] = {}
         self._made: set[int] = set()
         self._checked: dict[int, Any] = {}
@@ -117,6 +134,8 @@ class OpTracer(TorchDispatchMode):
             outs = [t for t in ins if t._version >= 0][:1] if not info.op.startswith("foreach") else ins
         for o in outs:
             self._made.add(key_of(o))
+        if info.writes_statistics:
+            outs += [t for i, t in enumerate(ins) if i not in bad_before and t.numel() < outs[0].numel()]
         if info.uninitialised:
             self._uninitialised(record, outs)
             return out
@@ -140,19 +159,30 @@ class OpTracer(TorchDispatchMode):
             origin = self._by_sequence.get(node._sequence_nr())
             if mark is not None:
                 module = self.module or (origin.module if origin is not None else None)
-                record = OpRecord(self.operations, info, "backward", mark, module, self.api, forward=origin, own_frame=True)
+                record = OpRecord(
+                    self.operations, info, "backward", mark, module, self.api, forward=origin, own_frame=True
+                )
             elif origin is not None:
-                record = OpRecord(self.operations, info, "backward", origin.mark, origin.module, origin.api, forward=origin)
+                record = OpRecord(
+                    self.operations, info, "backward", origin.mark, origin.module, origin.api, forward=origin
+                )
             else:
                 record = OpRecord(self.operations, info, "backward", self.mark, None, self.api)
             record.node = node.name()
         record.inputs = self._keep(ins)
+        if self.barrier is None:
+            for t in ins:
+                if t.requires_grad and t.is_leaf and id(t) not in self.leaves:
+                    self.leaves[id(t)] = weakref.ref(t)
         record.args = _plain_arguments(info, args)
         if any(t.requires_grad for t in ins):
             # The node that this operation gets was numbered just before it was dispatched. A record inside another
             # node's backward (create_graph, a recomputation) explains the new node by the one that made it.
-            self._by_sequence.setdefault(_sequence_number() - 1, record if node is None or record.own_frame else record.forward or record)
-        self.last = record
+            self._by_sequence.setdefault(
+                _sequence_number() - 1, record if node is None or record.own_frame else record.forward or record
+            )
+        if ins:
+            self.last = record  # the last operation that could carry a bad value
         return record
 
     def _remember_view(self, info: OpInfo) -> None:
@@ -211,13 +241,22 @@ class OpTracer(TorchDispatchMode):
         only_negative = stats.nan_count == 0 and stats.posinf_count == 0
         if known is None and t.numel() == 1 and self.barrier is not None:
             kind = BirthKind.CONSTANT
-        intended = (only_negative and kind in (BirthKind.BUFFER, BirthKind.INPUT, BirthKind.LABEL, BirthKind.CONSTANT, BirthKind.OPAQUE)) or (
-            kind is BirthKind.CONSTANT and stats.nan_count == 0
-        )
+        intended = (
+            only_negative
+            and kind in (BirthKind.BUFFER, BirthKind.INPUT, BirthKind.LABEL, BirthKind.CONSTANT, BirthKind.OPAQUE)
+        ) or (kind is BirthKind.CONSTANT and stats.nan_count == 0)
         if kind is BirthKind.OPAQUE and intended and not _mask_like(stats):
             intended = False
         record = OpRecord(self.operations, info, self.phase, self._here() or self.mark, self.module, self.api)
-        gen = Gen((RANK.get(kind, 2), self.operations), kind, intended, record, name=name, output=stats, only_negative=only_negative)
+        gen = Gen(
+            (RANK.get(kind, 2), self.operations),
+            kind,
+            intended,
+            record,
+            name=name,
+            output=stats,
+            only_negative=only_negative,
+        )
         gen.guilty = stats.bad_count
         gen.first_bad = _finite.first_bad_index(t)
         gen.rows = _finite.bad_rows(t)
@@ -232,6 +271,8 @@ class OpTracer(TorchDispatchMode):
     def _scalar_read(self, record: OpRecord, ins: list[Tensor], value: Any) -> None:
         if isinstance(value, (float, complex)) and not _finite_number(value):
             self.last_scalar = self._lines(self._bad_inputs(record.info, ins))
+            if self.on_scalar is not None:
+                self.on_scalar(self.last_scalar)
 
     def _uninitialised(self, record: OpRecord, outs: list[Tensor]) -> None:
         for o in outs:
@@ -264,6 +305,7 @@ class OpTracer(TorchDispatchMode):
         bad_before: dict[int, Line],
     ) -> None:
         values = before if info.mutates and before else ins
+        shown = values if info.mutates else list(_described((args, kwargs)))
         carried = bad_before if info.mutates else self._bad_inputs(info, ins)
         if not carried and not info.mutates:
             carried = self._opaque_inputs(info, ins)
@@ -276,11 +318,11 @@ class OpTracer(TorchDispatchMode):
         fresh: list[Gen] = []
         if info.literal and literal is not None and not line:
             # A literal NaN is never intended: where it reaches the loss, the call that chose it is to blame.
-            fresh.append(self._birth(record, BirthKind.CONSTANT, not math.isnan(literal), info, values, out, None))
+            fresh.append(self._birth(record, BirthKind.CONSTANT, not math.isnan(literal), info, shown, out, None))
         elif info.literal and literal is not None:
-            line |= {self._birth(record, BirthKind.CONSTANT, not math.isnan(literal), info, values, out, None)}
+            line |= {self._birth(record, BirthKind.CONSTANT, not math.isnan(literal), info, shown, out, None)}
         elif not line:
-            fresh.append(self._birth(record, BirthKind.OPERATION, False, info, values, out, None))
+            fresh.append(self._birth(record, BirthKind.OPERATION, False, info, shown, out, None))
         elif all(g.intended for g in line):
             met = self._intended_met(info, record, line, carried, values, out)
             if met is not None:
@@ -294,6 +336,9 @@ class OpTracer(TorchDispatchMode):
         new = line | frozenset(fresh)
         for o in bad:
             self.lineage.mark(o, new)
+        last = weakref.ref(bad[0])
+        for gen in new:
+            gen.last = last
 
     def _intended_met(
         self, info: OpInfo, record: OpRecord, line: Line, carried: dict[int, Line], values: list[Tensor], out: Tensor
@@ -363,6 +408,9 @@ class OpTracer(TorchDispatchMode):
             gen.guilty = int(mask.sum())
             gen.first_bad = _finite.first_bad_index(out)
             gen.rows = _finite.bad_rows(out)
+            if kind is BirthKind.CONSTANT and self.api_inputs is not None:
+                # A constant that the library selects by itself (logdet): what matters is what the function was given.
+                values = list(_described(self.api_inputs))
             gen.inputs = tuple(_guilty_input(i, t, mask, out, info, record) for i, t in enumerate(values))
             gen.overflow = gen.output.nan_count == 0 and (
                 info.op not in _POLES or not any(g.whole.zero_count for g in gen.inputs)
@@ -413,6 +461,19 @@ def _floats(value: Any) -> Iterator[Tensor]:
             yield from _floats(v)
 
 
+def _described(value: Any) -> Iterator[Tensor]:
+    """Floating tensors among arguments, empty ones included: a mean of nothing is told by its input's shape."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() or value.is_complex():
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            yield from _described(v)
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from _described(v)
+
+
 def _scalars(value: Any) -> Iterator[float | complex]:
     if isinstance(value, (float, complex)):
         yield value
@@ -425,7 +486,9 @@ def _scalars(value: Any) -> Iterator[float | complex]:
 
 
 def _finite_number(value: float | complex) -> bool:
-    return math.isfinite(value.real) and math.isfinite(value.imag) if isinstance(value, complex) else math.isfinite(value)
+    return (
+        math.isfinite(value.real) and math.isfinite(value.imag) if isinstance(value, complex) else math.isfinite(value)
+    )
 
 
 def _finite_fast(t: Tensor) -> bool:
@@ -462,7 +525,9 @@ def _literal_values(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any],
 def _plain_arguments(info: OpInfo, args: tuple[Any, ...]) -> tuple[str, ...]:
     out = []
     for i, value in enumerate(args):
-        if isinstance(value, (bool, int, float)) or (isinstance(value, (list, tuple)) and all(isinstance(v, (int, float)) for v in value)):
+        if isinstance(value, (bool, int, float)) or (
+            isinstance(value, (list, tuple)) and all(isinstance(v, (int, float)) for v in value)
+        ):
             name = info.argument_names[i] if i < len(info.argument_names) else str(i)
             out.append(f"{name}={value!r}")
     return tuple(out)

@@ -135,5 +135,3 @@ def report_silent(engine: Engine, births: tuple[Any, ...]) -> None:
     event = silent_event(engine.step, birth, cause)
     engine.book.provisional(event)
     engine.book.final(event)
-
-

@@ -51,8 +51,9 @@ def _main(arguments: list[str]) -> int:
         # Not `build()()`: typer would put its own excepthook around the user's script.
         read = get_command(build()).main(args=arguments or ["--help"], prog_name=PROGRAM, standalone_mode=False)
     except _COMMAND_LINE_ERROR as error:
-        context = getattr(error, "ctx", None)
-        return _fail(error.format_message(), 2, PROGRAM if context is None else context.command_path)
+        # Some of these errors do not know which subcommand they are about.
+        command = " ".join([PROGRAM, *(a for a in arguments[:1] if a in COMMANDS)])
+        return _fail(error.format_message(), 2, command)
     if not callable(read):  # help or the version was asked for, and has been shown
         return 0 if arguments else 2
     action: Action = read

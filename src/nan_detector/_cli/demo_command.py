@@ -27,7 +27,9 @@ def command(
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Folder for the event log and the pictures; made if missing.")
     ] = Path("nan-detector-demo"),
-    seed: Annotated[str, typer.Option("--seed", metavar="N", help="Seed of the weights and of the data's order.")] = "0",
+    seed: Annotated[
+        str, typer.Option("--seed", metavar="N", help="Seed of the weights and of the data's order.")
+    ] = "0",
 ) -> Action:
     """Read the options of ``nan-detector demo``."""
     number = whole_number("--seed", seed)

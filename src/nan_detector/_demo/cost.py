@@ -25,8 +25,8 @@ OURS = 'nan-detector, watch="step"'
 ANOMALY = "torch.autograd.set_detect_anomaly"
 
 _CALM_RATE = 0.01  # all variants must stay finite
-_WARM = 2  # steps after each change of turn that are not counted: caches are cold, and ours has just attached
-_PER_TURN = 8
+_WARM = 6  # steps after each change of turn that are not counted: caches are cold, and ours has just attached
+_PER_TURN = 20
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def measure(
     labels: Tensor,
     *,
     seed: int,
-    rounds: int = 40,
+    rounds: int = 20,
     budget_s: float = 15.0,
     on_round: Callable[[int, int], object] = lambda done, of: None,
 ) -> Costs:

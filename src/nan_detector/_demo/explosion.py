@@ -27,7 +27,7 @@ class Explosion:
 
     Attributes:
         losses: Loss of every step, oldest first.
-        warning: The first gradient beyond the threshold, or None.
+        warning: The first gradient beyond the threshold, and the largest of its step; or None.
         event: The first overflow, or None.
         weights_finite: Whether every parameter is finite now.
     """
@@ -76,7 +76,7 @@ def explode(images: Tensor, labels: Tensor, *, seed: int) -> Explosion:
                 break
     return Explosion(
         losses=tuple(losses),
-        warning=min(det.grad_events, key=lambda g: g.batch_idx, default=None),
+        warning=min(det.grad_events, key=lambda g: (g.batch_idx, -g.grad_norm), default=None),
         event=det.event,
         weights_finite=weights_finite(model),
     )

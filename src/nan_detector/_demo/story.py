@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO, cast
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
@@ -27,17 +30,27 @@ from nan_detector._summary import headline
 
 #: The detector's default `grad_norm_warn`, for the picture.
 _THRESHOLD = 100.0
+#: What the folder holds afterwards.
+FILES = ("events-rank0.jsonl", "loss.png", "grad_norms.png", "cost.png")
 _TOLD_AT_THE_END = 3  # steps before the bad one that the table shows
 
 _Tick = Callable[[int, int, str], None]
 
 
-def tell(out: Path, *, seed: int, console: Console | None = None, progress: Console | None = None) -> None:
-    """Run the demo: about half a minute on two cores.
+def tell(
+    out: Path,
+    *,
+    seed: int,
+    cost_budget_s: float = 12.0,
+    console: Console | None = None,
+    progress: Console | None = None,
+) -> None:
+    """Run the demo: about half a minute.
 
     Args:
         out: Folder for the event log and the pictures; it exists.
         seed: Seed of weights and data order.
+        cost_budget_s: Seconds for measuring the cost.
         console: Where the story goes; standard output by default.
         progress: Where the progress bars go; standard error by default.
     """
@@ -45,9 +58,10 @@ def tell(out: Path, *, seed: int, console: Console | None = None, progress: Cons
     progress = Console(stderr=True) if progress is None else progress
     began = time.perf_counter()
     images, labels = digits()
-    _birth(console, progress, images, labels, out, seed)
-    _explosion(console, images, labels, seed)
-    _cost(console, progress, images, labels, out, seed)
+    with _quiet_logger(), _one_thread():
+        _birth(console, progress, images, labels, out, seed)
+        _explosion(console, images, labels, seed)
+        _cost(console, progress, images, labels, out, seed, cost_budget_s)
     _files(console, out, time.perf_counter() - began)
 
 
@@ -77,7 +91,7 @@ def _birth(console: Console, progress: Console, images: Tensor, labels: Tensor, 
         )
         return
     console.print()
-    console.file.write(report_for(outcome.event, console) + "\n")
+    print_report(outcome.event, file=cast(TextIO, console.file))
     console.print()
     last = outcome.progress[-1].step
     state = "every weight is finite" if outcome.weights_finite else "there are weights that are NOT finite"
@@ -97,15 +111,15 @@ def explosion_lines(explosion: Explosion) -> list[str]:
     warning, event = explosion.warning, explosion.event
     lines = []
     if warning is not None:
-        name = warning.param_name
+        name = f"{warning.layer_name}.{warning.param_name}".lstrip(".")
         lines.append(
-            f"step {warning.batch_idx}   warning: the gradient of {name} has norm {warning.grad_norm:.3g}, "
-            f"beyond {warning.threshold:g}"
+            f"Warning at step {warning.batch_idx}: the gradient of {name} has norm {warning.grad_norm:.3g}, "
+            f"beyond {warning.threshold:g}."
         )
     else:
         lines.append(f"No gradient went beyond {_THRESHOLD:g} in {len(explosion.losses)} steps.")
     if event is not None:
-        lines.append(f"step {event.batch_idx}   {headline(event)}")
+        lines.append(f"{headline(event)}.")
     else:
         lines.append(f"Nothing overflowed in {len(explosion.losses)} steps.")
     if warning is not None and event is not None and (ahead := event.batch_idx - warning.batch_idx) > 0:
@@ -114,11 +128,13 @@ def explosion_lines(explosion: Explosion) -> list[str]:
     return lines
 
 
-def _cost(console: Console, progress: Console, images: Tensor, labels: Tensor, out: Path, seed: int) -> None:
+def _cost(
+    console: Console, progress: Console, images: Tensor, labels: Tensor, out: Path, seed: int, budget_s: float
+) -> None:
     _heading(console, "3  What watching costs, measured here and now")
-    _say(console, "The first network, trained bare and under each watch in turns; medians of whole training steps.")
+    _say(console, "The first network, trained bare and under each watch in turns, on one thread.")
     with _bar(progress, "measuring") as tick:
-        costs = measure(images, labels, seed=seed, on_round=lambda done, of: tick(done, of, ""))
+        costs = measure(images, labels, seed=seed, budget_s=budget_s, on_round=lambda done, of: tick(done, of, ""))
     console.print(cost_table(costs))
     for line in bars(costs.median_ms, unit="ms", width=max(20, min(console.width, 80) - 2)):
         console.print(Text(line), soft_wrap=True)
@@ -130,7 +146,7 @@ def _cost(console: Console, progress: Console, images: Tensor, labels: Tensor, o
 
 def cost_table(costs: Costs) -> Table:
     """Milliseconds and ratio per variant."""
-    table = Table(title=f"A training step, {costs.steps} of each", title_justify="left")
+    table = Table(title=f"A training step, median of {costs.steps}", title_justify="left")
     table.add_column("variant")
     table.add_column("median", justify="right")
     table.add_column("ratio", justify="right")
@@ -155,7 +171,8 @@ def _steps_table(outcome: Outcome) -> Table:
 
 def told_steps(count: int) -> Sequence[int]:
     """Which of `count` steps the table shows: the start, the plateau, the mistake, and the end."""
-    chosen = {0, training.WARMUP, training.MILESTONE // 2, training.MILESTONE - 1, training.MILESTONE}
+    chosen = {0, training.WARMUP, training.MILESTONE // 2, training.MILESTONE - 1}
+    chosen |= {training.MILESTONE + later for later in (0, 1, 2, 5)}
     chosen |= set(range(count - 1 - _TOLD_AT_THE_END, count))
     return sorted(s for s in chosen if 0 <= s < count)
 
@@ -174,7 +191,7 @@ def _draw(outcome: Outcome, out: Path) -> None:
 
 def _files(console: Console, out: Path, seconds: float) -> None:
     _heading(console, f"Done in {seconds:.0f} s")
-    for path in sorted(p for p in out.iterdir() if p.is_file()):
+    for path in (out / name for name in FILES if (out / name).exists()):
         console.print(Text(f"  {path}"), soft_wrap=True)
 
 
@@ -197,3 +214,25 @@ def _bar(console: Console, what: str) -> Iterator[_Tick]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=None, note="")
         yield lambda done, of, note: bar.update(task, completed=done, total=of, note=note)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The numbers then do not depend on how many cores there are, and times do not on who else uses them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _quiet_logger() -> Iterator[None]:
+    """Without a handler of its own the detector's log would go to standard error, and tell the story twice."""
+    logger, handler = logging.getLogger("nan_detector"), logging.NullHandler()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

@@ -56,7 +56,7 @@ _EXPS = ("exp", "expm1", "exp2", "sinh", "cosh")
 
 
 def pole(birth: Birth) -> bool | None:
-    """Whether the derivative's operation divides by 0 (or raises 0 to a negative power); None where it cannot be seen."""
+    """Whether the derivative divides by 0 (or raises 0 to a negative power); None where that cannot be seen."""
     op = op_of(birth)
     if op in ("div", "reciprocal", "rsqrt", "addcdiv"):
         return zero_denominator(birth) if birth.inputs else None
@@ -189,17 +189,14 @@ def unselected_branch(birth: Birth, trace: Trace) -> Cause | None:
     """A forward value that left the loss finite and reached nothing but gradients."""
     if not only_gradients(trace) or not by_operation(birth):
         return None
-    bad = birth.output.bad_count if birth.output is not None else birth.guilty_count
-    what = (
-        f"{share(bad, birth.output.numel, 'results')} non-finite"
-        if birth.output is not None and bad
-        else "its result is non-finite"
-    )
+    what = "its result was non-finite"
+    if birth.output is not None and birth.output.bad_count:
+        what = f"{share(birth.output.bad_count, birth.output.numel, 'results', 'was were')} non-finite"
     return cause(
         "unselected_branch",
-        f"In the forward {what}, and the loss is not: they were dropped behind {birth.call or birth.op}.",
+        f"In the forward {what} and the loss was not: something behind {birth.call or birth.op} dropped them.",
         "In the backward they get a gradient of 0, and 0 · inf = NaN.",
-        fix=_double_where(op_of(birth)),
+        fix=_double_where(base_op(birth.op)),
     )
 
 

@@ -21,7 +21,7 @@ from nan_detector._diagnosis.facts import (
     whole_operand,
 )
 from nan_detector._diagnosis.numbers import number, share
-from nan_detector._records import Cause
+from nan_detector._records import Cause, TensorStats
 from nan_detector._trace import Birth, Trace
 
 #: Which operand is divided by.
@@ -53,7 +53,16 @@ def zero_denominator(birth: Birth) -> bool:
     stats = operand(birth, _DENOMINATOR[op])
     if stats is not None:
         return stats.zero_count > 0
-    return scalar(birth, "other", "1") == 0
+    divisor = scalar(birth, "other", "1")
+    if divisor is not None:
+        return divisor == 0
+    return _counts_divide(birth)
+
+
+def _counts_divide(birth: Birth) -> bool:
+    """True when a float is divided by whole numbers, which statistics leave out: nothing but a 0 there makes it bad."""
+    numerator = operand(birth, 0)
+    return op_of(birth) == "div" and len(birth.inputs) == 1 and numerator is not None and not numerator.bad_count
 
 
 def eps_underflow(birth: Birth, trace: Trace) -> Cause | None:
@@ -160,9 +169,11 @@ def division_by_zero(birth: Birth, trace: Trace) -> Cause | None:
 
 
 def _zeros(birth: Birth, op: str) -> str:
-    """ "3 of 32 denominators are exactly 0", or whatever stands under the bar."""
+    """The start of a sentence, "3 of 32 denominators are exactly 0", or whatever stands under the bar."""
     whole = whole_operand(birth, _DENOMINATOR.get(op, 0))
     noun = "denominators" if op in ("div", "addcdiv", "fmod", "remainder") else "inputs"
+    if whole is None and argument(birth, "other", "1") is None:
+        return "a whole-number divisor (a count) is 0"
     if whole is None:
         return "the divisor is the number 0"
     return (
@@ -175,7 +186,7 @@ def _division_fix(birth: Birth, op: str) -> str:
     eps = safe_eps(stats.dtype if stats is not None else "")
     if op == "rsqrt":
         return f"torch.rsqrt(x + {eps})"
-    if (stats is not None and "int" in stats.dtype) or mentions(birth, r"/.*(\bn\b|count|len|mask|num|\.sum\(|numel)"):
+    if _is_count(birth, stats):
         return "x / n.clamp_min(1): a sum over nothing then stays 0"
     if mentions(birth, r"norm"):
         return f"F.normalize(x, dim=-1), or x / x.norm(dim=-1, keepdim=True).clamp_min({eps})"
@@ -184,6 +195,16 @@ def _division_fix(birth: Birth, op: str) -> str:
     if op == "reciprocal":
         return f"x.clamp_min({eps}).reciprocal(), or torch.where(x > 0, x, 1.0) before the division"
     return f"x / n.clamp_min({eps})"
+
+
+def _is_count(birth: Birth, stats: TensorStats | None) -> bool:
+    """True when the denominators are numbers of things: whole numbers, by their dtype or by their words and values."""
+    whole = whole_operand(birth, _DENOMINATOR[op_of(birth)])
+    if stats is None or whole is None:
+        return _counts_divide(birth)
+    least = whole.min_nonzero
+    counted = mentions(birth, r"/.*(\.sum\(|count|len|mask|num|valid|\bn\b)")
+    return "int" in stats.dtype or (counted and (least is None or (least >= 1 and least == int(least))))
 
 
 def reduction_of_empty(birth: Birth, trace: Trace) -> Cause | None:

@@ -246,7 +246,7 @@ def boundary_of_domain(birth: Birth, trace: Trace) -> Cause | None:
 
 
 def _how_many(birth: Birth, whole: TensorStats, part: int | None = None, noun: str = "inputs") -> str:
-    """ "22 of 64 inputs are": from the operand where its statistics count it, otherwise from the guilty results."""
+    """The start of a sentence, "22 of 64 inputs are": counted in the operand, or else in the guilty results."""
     if part:
         return share(part, whole.numel, noun)
     total = birth.output.numel if birth.output is not None else whole.numel
@@ -263,11 +263,12 @@ def _tiny_beside(below: float | None, largest: float | None) -> bool:
     return below is not None and largest is not None and largest > 0 and abs(below) < 1e-4 * max(largest, 1e-2)
 
 
+#: Before the divisions: rsqrt of negative and zero values fails for the negative ones first.
+ROOTS: tuple[Rule, ...] = (sqrt_of_negative,)
 #: In order of specificity.
 RULES: tuple[Rule, ...] = (
     log_of_negative,
     log_of_zero,
-    sqrt_of_negative,
     pow_of_negative,
     pow_of_zero,
     outside_domain,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from nan_detector._causes import cause
 from nan_detector._diagnosis import backward, division, domain, loop, masks, matrices, range, state
@@ -17,6 +18,7 @@ RUNNERS_UP = 2
 #: overflow it is the other way round, because bounding the overflow repairs the backward as well.
 UNDEFINED: tuple[Rule, ...] = (
     *matrices.DETERMINANT,
+    *domain.ROOTS,
     *division.RULES,
     *masks.INFINITIES,
     *domain.RULES,
@@ -27,7 +29,10 @@ UNDEFINED: tuple[Rule, ...] = (
 def dropped_undefined(birth: Birth, trace: Trace) -> Cause | None:
     """`unselected_branch`, where what was dropped is undefined rather than too large."""
     found = backward.unselected_branch(birth, trace)
-    return found if found is not None and any(True for _ in _answers(UNDEFINED, birth, trace)) else None
+    undefined = next(_answers(UNDEFINED, birth, trace), None)
+    if found is None or undefined is None:
+        return None
+    return replace(found, evidence=(*undefined.evidence[:1], *found.evidence))
 
 
 #: Rules that name a mechanism by what the operation did. Loop before state: an optimizer's moment is not a parameter.
@@ -61,7 +66,7 @@ def diagnose(trace: Trace) -> tuple[Cause | None, tuple[Cause, ...]]:
     elif any(c.code == "exp_overflow" for c in found):
         found += grown
     found += _answers((backward.unselected_branch,), birth, trace)
-    distinct = list({c.code: c for c in reversed(found)}.values())[::-1]
+    distinct = _first_of_each_code(found)
     if not distinct:
         return _unknown(birth), ()
     return distinct[0], tuple(distinct[1 : 1 + RUNNERS_UP])
@@ -69,6 +74,13 @@ def diagnose(trace: Trace) -> tuple[Cause | None, tuple[Cause, ...]]:
 
 def _answers(rules: Iterable[Rule], birth: Birth, trace: Trace) -> Iterator[Cause]:
     return (found for rule in rules if (found := rule(birth, trace)) is not None)
+
+
+def _first_of_each_code(causes: Iterable[Cause]) -> list[Cause]:
+    first: dict[str, Cause] = {}
+    for found in causes:
+        first.setdefault(found.code, found)
+    return list(first.values())
 
 
 def _unknown(birth: Birth) -> Cause:

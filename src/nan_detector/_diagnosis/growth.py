@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 #: How many of the last steps are looked at.
@@ -38,7 +38,7 @@ def growth(series: Sequence[float]) -> Growth | None:
         return None
     found = Growth(run[0], run[-1], len(run) - 1)
     total = run[-1] / run[0]
-    each = len(run) >= 3 and all(b >= _EACH * a for a, b in zip(run[-3:-1], run[-2:], strict=True))
+    each = len(run) >= 3 and all(b >= _EACH * a for a, b in _pairs(run[-3:]))
     if each or (len(run) >= 3 and total >= _TOTAL) or total >= _JUMP:
         return found
     return None
@@ -49,7 +49,7 @@ def linear_growth(series: Sequence[float]) -> Growth | None:
     run = _rising_tail(_magnitudes(series))
     if len(run) < 5 or run[-1] < 3 * run[0]:
         return None
-    increments = [b - a for a, b in zip(run[:-1], run[1:], strict=True)]
+    increments = [b - a for a, b in _pairs(run)]
     mean = sum(increments) / len(increments)
     if any(abs(i - mean) > 0.5 * mean for i in increments):
         return None
@@ -59,7 +59,7 @@ def linear_growth(series: Sequence[float]) -> Growth | None:
 def jump(rates: Sequence[float]) -> tuple[float, float] | None:
     """The last tenfold rise of the learning rate from one step to the next: before, after."""
     values = [r for r in rates[-_WINDOW:] if math.isfinite(r)]
-    for before, after in reversed(list(zip(values[:-1], values[1:], strict=True))):
+    for before, after in reversed(list(_pairs(values))):
         if before > 0 and after >= 10 * before:
             return before, after
     return None
@@ -82,3 +82,7 @@ def _rising_tail(values: list[float]) -> list[float]:
     while start > 0 and values[start - 1] < values[start]:
         start -= 1
     return values[max(start, 0) :]
+
+
+def _pairs(values: list[float]) -> Iterator[tuple[float, float]]:
+    return ((values[i - 1], values[i]) for i in range(1, len(values)))

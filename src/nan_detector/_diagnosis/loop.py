@@ -23,7 +23,7 @@ from nan_detector._diagnosis.facts import (
     user_written,
 )
 from nan_detector._diagnosis.growth import Growth, growth, jump, linear_growth
-from nan_detector._diagnosis.numbers import number
+from nan_detector._diagnosis.numbers import number, short
 from nan_detector._diagnosis.reach import overflowed
 from nan_detector._records import Cause
 from nan_detector._trace import Birth, BirthKind, Trace
@@ -58,8 +58,8 @@ def learning_rate_non_finite(birth: Birth, trace: Trace) -> Cause | None:
     if math.isfinite(last):
         last = _value(birth)
     before = [r for r in trace.learning_rates if math.isfinite(r)][-3:]
-    said = f"The learning rate is {number(last)}" if not math.isfinite(last) else "The learning rate is not finite"
-    said += f"; the steps before had {', '.join(number(r) for r in before)}." if before else "."
+    said = f"The learning rate is {short(last)}" if not math.isfinite(last) else "The learning rate is not finite"
+    said += f"; the steps before had {', '.join(short(r) for r in before)}." if before else "."
     hint = None
     if (before and before[-1] == 0) or (len(before) > 1 and before[-1] < before[0] and math.isnan(last)):
         hint = "the schedule ran past its end: lr = base * max(0.0, 1 - it / total) ** power"
@@ -110,8 +110,12 @@ def clip_spreads_nan(birth: Birth, trace: Trace) -> Cause | None:
     bad = sum(1 for s in operands(birth) if s.bad_count)
     total = len(birth.inputs)
     which = f" ({birth.tensor_name})" if birth.tensor_name else ""
-    said = f"{bad} of {total} gradients{which} {'was' if bad == 1 else 'were'} non-finite before clipping; after it all are." if total > 1 else f"A gradient{which} was non-finite before clipping."  # fmt: skip
-    return cause("clip_spreads_nan", said)
+    if total <= 1:
+        return cause("clip_spreads_nan", f"A gradient{which} was non-finite before clipping.")
+    were = "was" if bad == 1 else "were"
+    return cause(
+        "clip_spreads_nan", f"{bad} of {total} gradients{which} {were} non-finite before clipping; now all are."
+    )
 
 
 def clip_norm_overflow(birth: Birth, trace: Trace) -> Cause | None:
@@ -198,20 +202,23 @@ def learning_rate_too_high(birth: Birth, trace: Trace) -> Cause | None:
     """Something overflowed after growing by a factor per step, or after the learning rate jumped."""
     if not _carried(birth):
         return None
-    found, what = growth(trace.losses), "loss"
+    found = growth(trace.losses)
     risen = jump(trace.learning_rates)
     if found is None and risen is None:
         return None
-    said = [f"The {what} grew from {_from_to(found)} in {found.steps} steps, {number(found.factor)}-fold each."] if found is not None else []  # fmt: skip
-    said.append(_norms(trace))
+    said = [_norms(trace)]
+    if found is not None:
+        said.insert(
+            0, f"The loss grew from {_from_to(found)} in {found.steps} steps, {number(found.factor)}-fold each."
+        )
     if risen is not None:
-        said.append(f"The learning rate had jumped from {number(risen[0])} to {number(risen[1])}.")
+        said.append(f"The learning rate had jumped from {short(risen[0])} to {short(risen[1])}.")
     elif trace.learning_rates:
-        said.append(f"The learning rate is {number(trace.learning_rates[-1])}.")
+        said.append(f"The learning rate is {short(trace.learning_rates[-1])}.")
     said.append(f"{birth.call or birth.op} overflowed first; it only passed on what had grown.")
     rate = trace.learning_rates[-1] if trace.learning_rates else None
     tenth = (
-        f"a learning rate of {number(rate / 10)} or less"
+        f"a learning rate of {short(rate / 10)} or less"
         if rate and math.isfinite(rate)
         else "a tenth of the learning rate"
     )

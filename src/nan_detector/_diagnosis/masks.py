@@ -118,10 +118,12 @@ def zero_times_inf(birth: Birth, trace: Trace) -> Cause | None:
     if stats and not zeros and op not in ("addcmul",):
         return None
     infinite = next((s for s in stats if has_inf(s)), None)
-    said = "0 · inf"
+    said = "One factor is infinite and the other 0"
     if infinite is not None:
         sign = "-inf" if infinite.neginf_count and not infinite.posinf_count else "inf"
-        said = f"At {birth.guilty_count or 'some'} results one factor is {sign} and the other 0"
+        total = birth.output.numel if birth.output is not None else birth.guilty_count
+        count = share(birth.guilty_count, total, "products") if birth.guilty_count else "some products are"
+        said = f"{count} {sign} · 0"
     fix = None
     if mentions(birth, r"log_?p|logp|entropy|exp\(\)|prob|\.log\("):
         fix = (
@@ -139,7 +141,8 @@ def inf_minus_inf(birth: Birth, trace: Trace) -> Cause | None:
     stats = operands(birth)
     if op in _SOFTMAXES:
         positive = sum(s.posinf_count for s in stats)
-        return cause("inf_minus_inf", f"{positive} logits are +inf: the softmax subtracts the maximum, inf - inf.") if positive else None  # fmt: skip
+        said = f"{positive} logits are +inf: the softmax subtracts the maximum, inf - inf."
+        return cause("inf_minus_inf", said) if positive else None
     summing = op in _SUMS
     in_product = op in _PRODUCTS and op not in ("mul", "div") and not any(s.zero_count for s in stats)
     if not summing and not in_product:

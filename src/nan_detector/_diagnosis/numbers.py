@@ -17,6 +17,11 @@ def number(x: float) -> str:
     return f"{x:.0f}" if abs(rounded) >= 100 else f"{x:#.3g}"
 
 
+def short(x: float) -> str:
+    """`x` as a person would type it, three significant digits at most: 0.2, 3e-04, 1e+05."""
+    return f"{x:.3g}" if math.isfinite(x) else number(x)
+
+
 def whole(x: float) -> str:
     """`x` as a whole number where it is one of moderate size (65504), otherwise as `number` has it."""
     return str(int(x)) if math.isfinite(x) and x == int(x) and abs(x) < 1e6 else number(x)

@@ -6,7 +6,7 @@ import re
 
 from nan_detector._causes import cause
 from nan_detector._diagnosis.dtypes import is_half, plain
-from nan_detector._diagnosis.facts import Rule
+from nan_detector._diagnosis.facts import Rule, by_operation
 from nan_detector._diagnosis.numbers import number
 from nan_detector._records import Cause, TensorStats
 from nan_detector._trace import Birth, BirthKind, Trace
@@ -24,19 +24,19 @@ _ABSURD = 1e30
 
 def not_reproducible(birth: Birth, trace: Trace) -> Cause | None:
     """The trials say that the step was finite when it was run again."""
-    return cause("not_reproducible", _where(birth)) if NOT_REPRODUCED in birth.note else None
+    return cause("not_reproducible", _where(birth)) if birth.note.startswith(NOT_REPRODUCED) else None
 
 
 def compiler(birth: Birth, trace: Trace) -> Cause | None:
     """The trials say that the step is finite in eager mode."""
-    return cause("compiler", _where(birth)) if COMPILED_ONLY in birth.note else None
+    return cause("compiler", _where(birth)) if birth.note.startswith(COMPILED_ONLY) else None
 
 
 def uninitialised_memory(birth: Birth, trace: Trace) -> Cause | None:
     """Allocated and never written: by the tracer's note, by the operation, or by absurd values beside NaN."""
     kinds = (BirthKind.PARAMETER.value, BirthKind.BUFFER.value)
     stats = _stats(birth)
-    noted = UNINITIALISED in birth.note
+    noted = birth.note.startswith(UNINITIALISED)
     allocated = birth.op.strip("_") in _EMPTY
     absurd = birth.kind in kinds and stats is not None and stats.nan_count > 0 and _magnitude(stats) > _ABSURD
     if not noted and not allocated and not absurd:
@@ -103,10 +103,10 @@ def opaque_kernel(birth: Birth, trace: Trace) -> Cause | None:
 
 def literal_nan(birth: Birth, trace: Trace) -> Cause | None:
     """The code wrote a NaN (or an infinity) as a number."""
-    if birth.kind != BirthKind.CONSTANT.value:
+    if birth.kind != BirthKind.CONSTANT.value or by_operation(birth):
         return None
-    values = f" with {', '.join(birth.args)}" if birth.args else ""
-    return cause("literal_nan", f"{birth.call or birth.op} wrote it{values}.")
+    values = f" ({birth.note})" if birth.note else f" with {', '.join(birth.args)}" if birth.args else ""
+    return cause("literal_nan", f"It stands in {birth.call or birth.op}{values}.")
 
 
 def gradient_from_outside(birth: Birth, trace: Trace) -> Cause | None:
@@ -128,14 +128,15 @@ def _magnitude(stats: TensorStats) -> float:
 
 
 def _counts(birth: Birth, stats: TensorStats | None) -> str:
-    """ "head.bias: 3 of 4 values are NaN, 1 is -inf (torch.float32)." as far as it is known."""
+    """A sentence, "head.bias: of 4 values (float32) 3 NaN and 1 -inf.", as far as it is known."""
     name = birth.tensor_name or birth.op
     if stats is None:
         return f"{name} is non-finite."
     kinds = ((stats.nan_count, "NaN"), (stats.posinf_count, "+inf"), (stats.neginf_count, "-inf"))
     counted = [f"{count} {what}" for count, what in kinds if count]
     first = f", first at {list(birth.first_bad_index)}" if birth.first_bad_index else ""
-    return f"{name}: of {stats.numel} values ({plain(stats.dtype)}) {' and '.join(counted) or 'some are non-finite'}{first}."
+    said = " and ".join(counted) or "some non-finite"
+    return f"{name}: of {stats.numel} values ({plain(stats.dtype)}) {said}{first}."
 
 
 def _samples(birth: Birth) -> str:

@@ -207,6 +207,22 @@ class NaNDetector:
             )
         return step_fn(*args, **kwargs)
 
+    def also_watch(self, model: torch.nn.Module) -> None:
+        """Watch one more model from now on, under its class's name.
+
+        Raises:
+            NotAttachedError: The detector is not attached.
+        """
+        if self._engine is None:
+            raise NotAttachedError("also_watch needs an attached detector: call attach() first.")
+        self._engine.add(model)
+        self._models = self._engine.models
+
+    def enter_call(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """A call of `model` that began before it was watched is running."""
+        if self._engine is not None:
+            self._engine.roots.enter(model, args, kwargs)
+
     # -- what was found --------------------------------------------------------------------------------------------------
 
     @property

@@ -90,6 +90,16 @@ class Engine:
         if current.users == 0:
             current.close()
 
+    def add(self, model: torch.nn.Module) -> None:
+        """Watch one more model."""
+        kind = type(model).__name__
+        key = next(k for k in (kind, *(f"{kind}_{i}" for i in range(2, 10_000))) if k not in self.models)
+        self.models = {**self.models, key: model}
+        self.names = Names(self.models)
+        self._names_by_id = {id(p): name for name, p in self.names.parameters()}
+        self._owned.clear()
+        self.roots.add(model)
+
     def contain(self, work: Callable[[], T]) -> T | None:
         """Run our own work so that a bug in it never stops the user's training."""
         if self.standing_down:

@@ -59,6 +59,12 @@ class Roots:
                 if id(module) not in self._handles and not isinstance(module, _CONTAINERS):
                     self._hook(module)
 
+    def add(self, model: torch.nn.Module) -> None:
+        """Hook one more model."""
+        self.models.append(model)
+        if id(model) not in self._handles:
+            self._hook(model)
+
     def remove(self) -> None:
         """Take every hook off."""
         for handles in self._handles.values():

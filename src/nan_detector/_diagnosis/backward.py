@@ -22,7 +22,7 @@ from nan_detector._diagnosis.facts import (
 from nan_detector._diagnosis.numbers import number, share
 from nan_detector._diagnosis.reach import exp_overflows, power
 from nan_detector._records import Cause, TensorStats
-from nan_detector._trace import Birth, Trace
+from nan_detector._trace import Birth, BirthKind, Trace
 
 #: Square roots under another name.
 _ROOTS = (
@@ -70,19 +70,17 @@ def pole(birth: Birth) -> bool | None:
 
 def custom_backward(birth: Birth, trace: Trace) -> Cause | None:
     """The value was made in the backward method of a user's autograd.Function."""
-    if not by_operation(birth):
-        return None
-    in_method = birth.phase == "backward" and birth.location is not None and birth.location.function == "backward"
-    if not is_custom(birth) and not in_method:
+    if not by_operation(birth) or not is_custom(birth):
         return None
     name = f"{birth.derivative_of}.backward" if birth.derivative_of else "the backward of a custom Function"
     values = [
         f"{number(s.min)} ... {number(s.max)}" for s in operands(birth) if s.min is not None and s.max is not None
     ]
-    inputs = f" from inputs in {' and '.join(values[:2])}" if values else ""
-    return cause(
-        "custom_backward", f"{birth.op} in {name} made {birth.guilty_count or 'some'} non-finite values{inputs}."
+    non_finite = (
+        "a non-finite value" if birth.guilty_count == 1 else f"{birth.guilty_count or 'some'} non-finite values"
     )
+    inputs = f" from inputs in {' and '.join(values[:2])}" if values else ""
+    return cause("custom_backward", f"{birth.op} in {name} made {non_finite}{inputs}.")
 
 
 def sqrt_gradient_at_zero(birth: Birth, trace: Trace) -> Cause | None:
@@ -166,9 +164,8 @@ def unselected_derivative(birth: Birth, trace: Trace) -> Cause | None:
     made_by = base_op(birth.derivative_of)
     if not is_derivative(birth):
         return None
-    met = (
-        op_of(birth) == "mul" and made_nan(birth) and any(has_inf(s) for s in (*operands(birth), *birth.forward_inputs))
-    )
+    infinite = any(has_inf(s) for s in (*operands(birth), *birth.forward_inputs))
+    met = op_of(birth) == "mul" and made_nan(birth) and (infinite or birth.kind == BirthKind.INTENDED_MET.value)
     said = ""
     if made_by in _FORWARD_POLES and birth.forward_inputs:
         argument = birth.forward_inputs[_FORWARD_POLES[made_by]]

@@ -214,4 +214,4 @@ def in_optimizer_step(birth: Birth) -> bool:
 
 def only_gradients(trace: Trace) -> bool:
     """True when a birth of the forward left the loss finite and reached nothing but gradients."""
-    return trace.birth is not None and not in_backward(trace.birth) and trace.reached == ("gradient",)
+    return trace.birth is not None and trace.birth.phase != "backward" and trace.reached == ("gradient",)

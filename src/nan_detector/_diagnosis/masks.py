@@ -106,6 +106,8 @@ def zero_times_inf(birth: Birth, trace: Trace) -> Cause | None:
     op = op_of(birth)
     if op not in _PRODUCTS or not by_operation(birth) or not made_nan(birth):
         return None
+    if op == "mul" and is_derivative(birth):
+        return None  # a value of the forward that comes back: `unselected_branch`
     stats = operands(birth)
     met = birth.kind == BirthKind.INTENDED_MET.value
     if not any(has_inf(s) for s in stats) and not (met and not stats):
@@ -140,9 +142,11 @@ def inf_minus_inf(birth: Birth, trace: Trace) -> Cause | None:
         return None
     stats = operands(birth)
     if op in _SOFTMAXES:
-        positive = sum(s.posinf_count for s in stats)
-        said = f"{positive} logits are +inf: the softmax subtracts the maximum, inf - inf."
-        return cause("inf_minus_inf", said) if positive else None
+        positive = next((s for s in stats if s.posinf_count), None)
+        if positive is None:
+            return None
+        count = share(positive.posinf_count, positive.numel, "logits")
+        return cause("inf_minus_inf", f"{count} +inf: the softmax subtracts the maximum, inf - inf.")
     summing = op in _SUMS
     in_product = op in _PRODUCTS and op not in ("mul", "div") and not any(s.zero_count for s in stats)
     if not summing and not in_product:
@@ -193,12 +197,11 @@ def masked_logit_in_loss(birth: Birth, trace: Trace) -> Cause | None:
     if not reached and not nll:
         return None
     smoothing = argument(birth, "label_smoothing")
-    masked = sum(s.neginf_count for s in operands(birth))
-    said = [
-        f"{masked} values that {birth.call or op} counts are -inf."
-        if masked
-        else f"An infinity of a mask reached {birth.call or op}."
-    ]
+    said = [f"An infinity of a mask reached {birth.call or op}."]
+    masked = next((s for s in operands(birth) if s.neginf_count), None)
+    if masked is not None:
+        values = f"values that {birth.call or op} gets"
+        said = [f"{share(masked.neginf_count, masked.numel, values)} -inf."]
     fix = None
     if (smoothing and smoothing != "0.0") or mentions(birth, "label_smoothing"):
         said.append("Label smoothing puts weight on every class, the masked ones too.")

@@ -21,7 +21,7 @@ from nan_detector._diagnosis.facts import (
     user_written,
     whole_operand,
 )
-from nan_detector._diagnosis.numbers import against, number, share
+from nan_detector._diagnosis.numbers import number, share
 from nan_detector._diagnosis.reach import (
     CASTS,
     EXPONENTIALS,
@@ -53,7 +53,7 @@ def exp_overflow(birth: Birth, trace: Trace) -> Cause | None:
     bad = birth.guilty_count or (birth.output.bad_count if birth.output is not None else 0)
     total = birth.output.numel if birth.output is not None else everything.numel
     count = share(bad, total, "arguments") if bad else "arguments are"
-    greatest = against(top, limit) if abs(top - limit) < 0.05 else number(top)
+    greatest = f"{top:.6g}" if abs(top - limit) < 0.05 else number(top)
     said = f"{count} above {limit:.4g}, where {op} leaves {plain(dtype)} (greatest {greatest})."
     return cause("exp_overflow", said, fix=_exp_fix(birth, limit))
 

@@ -1,7 +1,8 @@
 """Run a script that nobody changed, with the watch on.
 
 SCRIPT gets the arguments that follow it, and runs as if Python had started it. When a NaN or Inf is born, the report
-says where and why, and the step that would have poisoned the weights is not taken.
+says where and why, and the step that would have poisoned the weights is not taken. The exit status is the script's
+own, and 3 when a bad step stopped it.
 
 For example:
 
@@ -39,7 +40,9 @@ def command(
     ] = Policy.STOP.value,
     log: Annotated[
         str | None,
-        typer.Option("--log", metavar="DIR", help="Folder of the event log; nothing is written without it."),
+        typer.Option(
+            "--log", metavar="DIR", help="Folder of the event log; without it, a new one in nan-detector-runs."
+        ),
     ] = None,
 ) -> Action:
     """Read the options of ``nan-detector run``."""

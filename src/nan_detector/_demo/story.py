@@ -87,7 +87,7 @@ def _birth(console: Console, progress: Console, images: Tensor, labels: Tensor, 
         _say(
             console,
             f"With --seed {seed} all {len(outcome.progress)} steps stayed finite: float32's rounding fell on the good "
-            "side. It does so for about one seed in fifty; try another one.",
+            "side. It does so for about one seed in a hundred; try another one.",
         )
         return
     console.print()

@@ -201,6 +201,7 @@ class Session:
             grad_enabled=torch.is_grad_enabled(),
             autocast=autocast_state(),
         )
+        entry.writes = kind is CallKind.IN_PLACE or "out" in kwargs
         if kind is CallKind.BACKWARD:
             entry.kind = "backward"
         elif kind is CallKind.RANDOM:
@@ -255,7 +256,7 @@ def _roots_of_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterabl
 def rng_state() -> tuple[Tensor, ...]:
     """States of torch's default generators: the CPU's, then those of the CUDA devices in use."""
     states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         states.extend(torch.cuda.get_rng_state_all())
     return tuple(states)
 

@@ -84,6 +84,7 @@ class Entry:
     losses: tuple[Tensor, ...] = ()  # of a backward: detached aliases of the roots it started from
     owner: Any = None
     scalar: float | None = None  # a non-finite Python number the call gave
+    writes: bool = False  # it writes into a tensor that it did not make
 
 
 AUTOCAST_KEYS = ("cpu", "cuda")
@@ -215,15 +216,25 @@ class Tape:
         self.dropped.clear()
 
     def needed(self, entries: list[Entry]) -> set[Entry]:
-        """`entries` and all that they depend on."""
+        """`entries` and all that they depend on, writes in place into what they use included."""
         wanted: set[Entry] = set()
+        used: set[Outside] = set()
         todo = list(entries)
+        last = max((e.number for e in entries), default=-1)
+        writers = [e for e in self.entries if e.writes and e.number < last]
         while todo:
-            e = todo.pop()
-            if e in wanted:
-                continue
-            wanted.add(e)
-            todo.extend(t.entry for t in tokens_in((e.args, e.kwargs)) if isinstance(t, Made))
+            while todo:
+                e = todo.pop()
+                if e in wanted:
+                    continue
+                wanted.add(e)
+                for t in tokens_in((e.args, e.kwargs)):
+                    if isinstance(t, Made):
+                        todo.append(t.entry)
+                    else:
+                        used.add(t)
+            if writers:
+                todo = [e for e in writers if e not in wanted and _writes_into(e, wanted, used)]
         return wanted
 
     def _restrict(self, entries: list[Entry]) -> None:
@@ -248,6 +259,18 @@ class Tape:
                 f"{len(lost)} backward passes: more than {MAX_ENTRIES} calls since the last optimizer step"
             )
         self._restrict([e for i, e in enumerate(self.entries) if i >= half or (e in wanted and i >= half // 2)])
+
+
+def _writes_into(writer: Entry, wanted: set[Entry], used: set[Outside]) -> bool:
+    """True when `writer` may write into memory of what `wanted` made or `used`: its target, or what that is a view of."""
+    for token in tokens_in((writer.args[:1], writer.kwargs.get("out"))):
+        while isinstance(token, Made):
+            if token.entry in wanted:
+                return True
+            token = next(tokens_in(token.entry.args[:1]), None)  # type: ignore[assignment]
+        if token in used:
+            return True
+    return False
 
 
 class Packed:

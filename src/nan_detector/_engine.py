@@ -7,6 +7,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -59,7 +60,7 @@ class Engine:
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._owned: dict[int, tuple[weakref.ref[Any], bool]] = {}
         self._names_by_id = {id(p): name for name, p in self.names.parameters()}
-        self._columns: dict[tuple[tuple[str, ...], bool], tuple[str, ...]] = {}
+        self._columns: dict[tuple[tuple[str, ...], bool, int], tuple[str, ...]] = {}
         self._spent = 0.0
         self._warned_step: int | None = None
         self._kind: StepWatch = {Watch.STEP: StepWatch, Watch.LAYERS: LayerWatch, Watch.OPS: OpWatch}[config.watch](
@@ -273,10 +274,10 @@ class Engine:
     def _record(self, reading: Reading, names: list[str], has_loss: bool, optimizer: Any, current: Session) -> None:
         if not names and not has_loss:
             return
-        key = (tuple(names), has_loss)
+        key = (tuple(names), has_loss, reading.row.numel())
         columns = self._columns.get(key)
         if columns is None:
-            columns = self._columns[key] = column_names(names, has_loss)
+            columns = self._columns[key] = column_names(names, has_loss, reading.row.numel())
         lr = scale = None
         if optimizer is not None:
             rate = optimizer.param_groups[0].get("lr")
@@ -335,15 +336,14 @@ class Engine:
         )
         self.book.provisional(event)
         event = self._explained(current, event, suspicion, optimizer)
+        event = replace(event, sample_id=self._ids(event.sample_index) or event.sample_id)
         policy = self._policy(event)
         bad = weights_state(self.names.parameters(), ())
         if policy is Policy.WARN and optimizer is not None:
             weights = f"damaged since step {self.step}"
         else:
             weights = "clean" if bad == "clean" else f"damaged since step {self.step if event.phase != 'state' else 0}"
-        from dataclasses import replace
-
-        event = replace(event, weights=weights, action=policy.value, sample_id=self._ids(event.sample_index))
+        event = replace(event, weights=weights, action=policy.value)
         self.book.final(event)
         return self._act(policy, event)
 
@@ -355,8 +355,6 @@ class Engine:
             if strict():
                 raise
             logger.exception("the search for the origin failed; the event keeps what the gate saw")
-            from dataclasses import replace
-
             return replace(
                 event, status="final", notes=(*event.notes, f"the search failed: {type(error).__name__}: {error}")
             )
@@ -447,8 +445,6 @@ class Engine:
             finding = investigate(current.tape, self.models, self.config.replay_budget_s)
         if finding.trace is None or finding.trace.birth is None:
             return
-        from dataclasses import replace
-
         event = new_event(self.step, Suspicion(), phase="forward")
         event = replace(event, symptom=f"the step raised {type(error).__name__}")
         self.book.provisional(event)

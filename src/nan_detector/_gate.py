@@ -22,7 +22,8 @@ class Reading:
     """What one gate measured.
 
     Attributes:
-        row: Vector on the device: loss (where there is one), total and largest gradient norm, each norm.
+        row: Vector on the device: loss (where there is one), for many gradients their total and largest norm, each
+            norm.
         loss: Mean of the losses since the last gate; None where there was none.
         total: L2 norm of all gradients together; None where there is no gradient.
         largest: Largest norm of one gradient.
@@ -40,6 +41,10 @@ class Reading:
         return not all(math.isfinite(v) for v in (self.loss, self.total, self.largest) if v is not None)
 
 
+#: Up to this many gradients all norms are read, and the rest is arithmetic on the host: cheaper than three more kernels.
+FEW = 64
+
+
 def take(grads: Sequence[Tensor], losses: Sequence[Tensor], extra: Tensor | None = None) -> tuple[Reading, list[float]]:
     """Measure gradients and losses with one read to the host.
 
@@ -52,33 +57,53 @@ def take(grads: Sequence[Tensor], losses: Sequence[Tensor], extra: Tensor | None
         The reading, and the values of `extra`.
     """
     with quiet():
-        each = norms(grads)
-        head: list[Tensor] = []
-        if losses:
-            device, dtype = each.device if len(grads) else losses[0].device, each.dtype
-            flat = [
-                loss.reshape(1).to(device=device, dtype=dtype) if not loss.is_complex() else loss.abs().reshape(1)
-                for loss in losses
-            ]
-            head.append(flat[0] if len(flat) == 1 else torch.cat(flat).mean().reshape(1))
-        if len(grads):
-            head.append(torch.linalg.vector_norm(each).reshape(1))
-            head.append(each.max().reshape(1))
-        row = torch.cat([*head, each]) if head else each
-        wanted = row[: len(head)]
-        values = _finite.read(
-            wanted if extra is None else torch.cat([wanted, extra.reshape(-1).to(wanted.device, wanted.dtype)])
-        )
+        if extra is None and len(losses) == 1 and 0 < len(grads) <= FEW and losses[0].dim() == 0:
+            try:
+                return _take_few(grads, losses[0]), []
+            except RuntimeError:  # a mixture of layouts, dtypes or devices
+                pass
+        return _take_many(norms(grads), grads, losses, extra)
+
+
+def _take_few(grads: Sequence[Tensor], loss: Tensor) -> Reading:
+    row = torch.stack([loss, *torch._foreach_norm(grads, 2, dtype=torch.float32)])
+    values: list[float] = row.tolist()
+    first, norm_values = values[0], values[1:]
+    if math.isfinite(sum(values)):
+        return Reading(row, row[1:], first, math.sqrt(sum([v * v for v in norm_values])), max(norm_values))
+    bad = any(not math.isfinite(v) for v in norm_values)
+    largest = math.nan if bad else max(norm_values)
+    return Reading(row, row[1:], first, largest if bad else math.hypot(*norm_values), largest)
+
+
+def _take_many(
+    each: Tensor, grads: Sequence[Tensor], losses: Sequence[Tensor], extra: Tensor | None
+) -> tuple[Reading, list[float]]:
+    head: list[Tensor] = []
+    if losses:
+        device, dtype = each.device if len(grads) else losses[0].device, each.dtype
+        flat = [_as_number(loss, device, dtype) for loss in losses]
+        head.append(flat[0] if len(flat) == 1 else torch.cat(flat).mean().reshape(1))
+    if len(grads):
+        head.append(torch.linalg.vector_norm(each).reshape(1))
+        head.append(each.max().reshape(1))
+    row = torch.cat([*head, each]) if head else each
+    wanted = row[: len(head)]
+    values = _finite.read(wanted if extra is None else torch.cat([wanted, extra.reshape(-1).to(wanted)]))
     numbers = iter(values)
     loss = next(numbers) if losses else None
     total, largest = (next(numbers), next(numbers)) if len(grads) else (None, None)
     return Reading(row, each, loss, total, largest), list(numbers)
 
 
-def column_names(parameters: Sequence[str], has_loss: bool) -> tuple[str, ...]:
-    """Names of the entries of `Reading.row`."""
+def _as_number(loss: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return (loss.abs() if loss.is_complex() else loss).reshape(1).to(device=device, dtype=dtype)
+
+
+def column_names(parameters: Sequence[str], has_loss: bool, width: int) -> tuple[str, ...]:
+    """Names of the `width` entries of `Reading.row`, in which the totals may be left to be worked out when asked for."""
     head = [LOSS] if has_loss else []
-    if parameters:
+    if parameters and width > len(head) + len(parameters):
         head += [GRAD_NORM, MAX_GRAD_NORM]
     return (*head, *(f"{GRAD_NORM_OF}{p}" for p in parameters))
 

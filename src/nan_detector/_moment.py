@@ -48,7 +48,6 @@ class Moment:
     attributes: tuple[tuple[Any, str, Any], ...] = ()
     generators: tuple[tuple[torch.Generator, Tensor], ...] = ()
     versions: tuple[tuple[Tensor, int], ...] = ()
-    rng_after: tuple[Tensor, ...] | None = None
     raised: bool = False
 
 
@@ -87,6 +86,8 @@ class Habits:
                 attributes=tuple((m, n, _kept(v, True)) for m in self.modules for n, v in own_attributes(m)),
                 generators=self._generator_states(),
             )
+        if not (self.buffers or self.attributes or self.python_rng or self.numpy_rng or self.generators):
+            return Moment(module, rng_state())
         by_id = {id(m): m for m in self.modules} if self.buffers or self.attributes else {}
         return Moment(
             module=module,

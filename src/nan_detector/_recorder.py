@@ -110,8 +110,8 @@ class _Table:
         self.next = len(kept) % capacity
 
 
-#: A row read to the host.
-_Row = tuple[_Numbers, _Table, list[float]]
+#: A row read to the host: its numbers, the names of its values, and these.
+_Row = tuple[_Numbers, tuple[str, ...], list[float]]
 
 
 class Recorder:
@@ -198,7 +198,7 @@ class Recorder:
 
     def rows(self, last: int | None = None) -> list[StepRow]:
         """The rows kept, oldest first, or the `last` ones; one read to the host."""
-        return [self._step_row(numbers, table.names, values) for numbers, table, values in self._read(last)]
+        return [self._step_row(numbers, names, values) for numbers, names, values in self._read(last)]
 
     def column(self, name: str) -> list[float]:
         """One column, oldest first; NaN where a row has none. One read to the host.
@@ -273,12 +273,31 @@ class Recorder:
             by_device.setdefault(table.device, []).append(values.reshape(-1))
         with torch.no_grad():
             hosts = {device: iter(torch.cat(parts).tolist()) for device, parts in by_device.items()}
-        found = []
+        found: list[_Row] = []
         for table, kept, _ in held:
             host = hosts[table.device]
-            found += [(numbers, table, list(itertools.islice(host, table.width))) for numbers in kept]
+            names, totals = _names_with_totals(table.names)
+            for numbers in kept:
+                values = list(itertools.islice(host, table.width))
+                found.append((numbers, names, [*_totals(values[-totals:]), *values] if totals else values))
         found.sort(key=lambda row: row[0].order)
         return found if last is None else found[max(0, len(found) - last) :]
+
+
+def _names_with_totals(names: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
+    """Names of a row as it is read, and how many gradient norms its totals are worked out from.
+
+    A row with a norm for each gradient need not carry their total: working it out costs the step more than the reader.
+    """
+    norms = sum(n.startswith(GRAD_NORM_OF) for n in names)
+    if not norms or GRAD_NORM in names:
+        return names, 0
+    return (GRAD_NORM, MAX_GRAD_NORM, *names), norms
+
+
+def _totals(norms: Sequence[float]) -> tuple[float, float]:
+    largest = _largest(norms)
+    return math.hypot(*norms), math.nan if largest is None else largest
 
 
 def _filled(values: Iterable[float | None]) -> list[float]:
@@ -290,10 +309,10 @@ def _largest(values: Sequence[float]) -> float | None:
 
 
 def _as_columns(found: Sequence[_Row]) -> tuple[list[int], dict[str, list[float | None]]]:
-    names = dict.fromkeys(name for _, table, _ in found for name in table.names)
+    names = dict.fromkeys(name for _, row_names, _ in found for name in row_names)
     columns: dict[str, list[float | None]] = {name: [None] * len(found) for name in names}
-    for i, (_, table, values) in enumerate(found):
-        for name, value in zip(table.names, values, strict=True):
+    for i, (_, row_names, values) in enumerate(found):
+        for name, value in zip(row_names, values, strict=True):
             columns[name][i] = value
     columns[LEARNING_RATE] = [n.lr for n, _, _ in found]
     columns[LOSS_SCALE] = [n.loss_scale for n, _, _ in found]

@@ -197,8 +197,6 @@ class Step:
         except Exception as error:
             self.replayed.raised = error
             return False
-        if moment is not None and moment.rng_after is not None:
-            restore_rng(moment.rng_after)
         self.results[entry] = list(tensors_in(out))
         if entry.kind != "backward":
             self.replayed.results_last = self.results[entry]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nan_detector._moment import Habits, Moment
-from nan_detector._session import Session, rng_state, session
+from nan_detector._session import Session, session
 from nan_detector._source import here
 from nan_detector._state import is_replaying
 from nan_detector._tape import Entry, autocast_state
@@ -145,7 +145,6 @@ class Roots:
         moment: Moment = entry.extra
         habits = self.habits[id(moment.module)]
         habits.finish(moment)
-        moment.rng_after = rng_state()
         moment.raised = output is None
         if habits.learning and not habits.writes_inputs:
             from nan_detector._tape import Outside, tokens_in

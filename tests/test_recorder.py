@@ -94,7 +94,17 @@ def test_changed_columns_keep_the_older_rows():
     assert steps == [0, 1, 2, 3]
     assert all(math.isnan(v) for v in columns["grad_norm:c"][:3])
     assert columns["grad_norm:c"][3] == 8.0
-    assert math.isnan(columns["grad_norm"][3])
+    assert columns["grad_norm"][3] == columns["max_grad_norm"][3] == 8.0
+
+
+def test_totals_that_a_row_does_not_carry_are_worked_out_when_it_is_read():
+    recorder = Recorder(8)
+    recorder.set_columns(["loss", "grad_norm:a", "grad_norm:b"])
+    recorder.append(0, torch.tensor([1.0, 3.0, 4.0]), 0.1)
+    recorder.append(1, torch.tensor([1.0, 3.0, math.inf]), 0.1)
+    rows = recorder.rows()
+    assert (rows[0].grad_norm, rows[0].max_grad_norm) == (5.0, 4.0)
+    assert rows[1].grad_norm == rows[1].max_grad_norm == math.inf
 
 
 def test_two_optimizers_in_turn():

@@ -41,6 +41,7 @@ PATCHABLE = (
     ("torch.utils.data.dataloader", "_BaseDataLoaderIter.__next__"),
     ("torch._dynamo.eval_frame", "OptimizedModule.__call__"),
     ("torch._dynamo.eval_frame", "_callback_from_stance"),
+    ("torch._dynamo.eval_frame", "_maybe_set_eval_frame"),
     ("torch._dynamo.eval_frame", "_stance"),
     ("torch._dynamo.eval_frame", "set_eval_frame"),
     ("sys", "excepthook"),

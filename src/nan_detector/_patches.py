@@ -110,29 +110,41 @@ def _wrap_compiled_calls() -> None:
     """Take the mode off around compiled code.
 
     TorchDynamo guards on the stack of function modes: with ours on it in one call and off in the next, a compiled
-    function would be compiled twice. Its call wrapper looks this function up by name when it enters compiled code and
-    again when it leaves.
+    function would be compiled twice. Its call wrapper looks both functions up by name: the first when it enters
+    compiled code (handing it a callback), the second right after that and again when it leaves. A call of what
+    `torch.compiler.disable` decorates (checkpointing) has no callback: it runs eagerly and is recorded like any other.
     """
     frame = sys.modules.get("torch._dynamo.eval_frame")
     if frame is None:
         import torch._dynamo.eval_frame as frame  # type: ignore[no-redef]  # an optimizer step imports it anyway
     original = getattr(frame, "_callback_from_stance", None)
-    if original is None:
+    set_frame = getattr(frame, "_maybe_set_eval_frame", None)
+    if original is None or set_frame is None:
         return
 
     def callback_from_stance(callback: Any) -> Any:
         current = session()
-        if current.users and not is_replaying():
-            caller = sys._getframe(1)
-            if current.compiled and current.compiled[-1][0] is caller:
-                if current.compiled.pop()[1]:
-                    current.push()
-            else:
-                current.compiled.append((caller, current.pop()))
+        if callback is not None and current.users and not is_replaying():
+            current.compiled.append([sys._getframe(1), current.pop(), False])
         return original(callback)
+
+    def maybe_set_eval_frame(callback: Any) -> Any:
+        inside = session().compiled
+        if not inside or inside[-1][0] is not sys._getframe(1):
+            return set_frame(callback)
+        if not inside[-1][2]:
+            inside[-1][2] = True
+            return set_frame(callback)
+        popped = inside.pop()[1]
+        before = set_frame(callback)
+        if popped:
+            session().push()
+        return before
 
     frame._callback_from_stance = callback_from_stance  # type: ignore[attr-defined]
     _undo.append(lambda: setattr(frame, "_callback_from_stance", original))
+    frame._maybe_set_eval_frame = maybe_set_eval_frame  # type: ignore[attr-defined]
+    _undo.append(lambda: setattr(frame, "_maybe_set_eval_frame", set_frame))
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -61,7 +61,7 @@ class Session:
         self.scaler: Any = None  # the GradScaler whose `step` is running
         self.scaler_scale: float | None = None
         self.spent = 0.0  # seconds in recording since the last gate
-        self.compiled: list[tuple[Any, bool]] = []  # frames inside compiled code, and whether the mode was on before
+        self.compiled: list[list[Any]] = []  # calls of compiled code: frame, whether the mode was on before, entered
 
     # -- the mode --------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ class OpInfo:
         overwrites: It writes all of its first argument without reading it.
         reduction: It reduces over the dimensions of its "dim" argument.
         argument_names: Names of the positional arguments.
+        written: Position and name of each argument that it writes into.
     """
 
     op: str
@@ -47,6 +48,7 @@ class OpInfo:
     overwrites: bool
     reduction: bool
     argument_names: tuple[str, ...]
+    written: tuple[tuple[int, str], ...]
 
 
 _LITERAL = {
@@ -142,4 +144,10 @@ def _work_out(func: Any) -> OpInfo:
         overwrites=op in _OVERWRITES,
         reduction=op in _REDUCTIONS,
         argument_names=tuple(a.name for a in schema.arguments) if schema is not None else (),
+        written=tuple(
+            (i, a.name)
+            for i, a in enumerate(schema.arguments if schema is not None else ())
+            if (a.alias_info is not None and a.alias_info.is_write)
+            or (op in _WRITES_STATISTICS and a.name.startswith("running_"))
+        ),
     )

@@ -83,7 +83,8 @@ class OpTracer(TorchDispatchMode):
         self.module: tuple[str | None, str] | None = None
         self.api: str | None = None
         self.api_inputs: Any = None  # arguments of that function
-        self.journal: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self.journal: dict[int, tuple[Tensor, Tensor, list[tuple[Tensor, int]]]] = {}
+        self.on_leaf: Callable[[Tensor], None] | None = None  # told of each leaf that gradients could flow into
         self.protected: Callable[[int], bool] = lambda key: False
         self.on_birth: Callable[[Gen], None] | None = None
         self.last_scalar: Line = EMPTY
@@ -103,6 +104,8 @@ class OpTracer(TorchDispatchMode):
         kwargs = kwargs or {}
         info = info_of(func)
         if info.is_view:
+            if self.on_leaf is not None and isinstance(args[0], Tensor) and args[0].requires_grad and args[0].is_leaf:
+                self.on_leaf(args[0])
             out = func(*args, **kwargs)
             if _current_node() is None and isinstance(args[0], Tensor) and args[0].requires_grad:
                 self._remember_view(info)
@@ -120,7 +123,8 @@ class OpTracer(TorchDispatchMode):
         before: list[Tensor] = []
         bad_before: dict[int, Line] = {}
         if info.mutates:
-            before = self._before_write(ins)
+            self._journal_writes(info, args, kwargs)
+            before = [t.detach().clone() if t.numel() <= 1 << 20 else t for t in ins]
             bad_before = self._bad_inputs(info, ins)
             if info.overwrites:
                 bad_before.pop(0, None)
@@ -174,6 +178,10 @@ class OpTracer(TorchDispatchMode):
             for t in ins:
                 if t.requires_grad and t.is_leaf and id(t) not in self.leaves:
                     self.leaves[id(t)] = weakref.ref(t)
+        elif self.on_leaf is not None:
+            for t in ins:
+                if t.requires_grad and t.is_leaf:
+                    self.on_leaf(t)
         record.args = _plain_arguments(info, args)
         if any(t.requires_grad for t in ins):
             # The node that this operation gets was numbered just before it was dispatched. A record inside another
@@ -201,19 +209,25 @@ class OpTracer(TorchDispatchMode):
                 kept.append(weakref.ref(t))
         return kept
 
-    def _before_write(self, ins: list[Tensor]) -> list[Tensor]:
-        """Copies of the inputs of a writing operation; the journal keeps what stood in memory that is not the trace's."""
-        for t in ins:
+    def _journal_writes(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep what stands in memory that is not the trace's and is about to be written."""
+        for t in _written(info, args, kwargs):
             key = key_of(t)
-            if key and key not in self._made and key not in self.journal and self.protected(key):
-                whole = torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage())
-                self.journal[key] = (whole, whole.clone(), 0 if t.is_inference() else t._version)
-        return [t.detach().clone() if t.numel() <= 1 << 20 else t for t in ins]
+            if key and key not in self._made and self.protected(key):
+                if key not in self.journal:
+                    whole = torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage())
+                    self.journal[key] = (whole, whole.clone(), [])
+                versions = self.journal[key][2]
+                if not t.is_inference() and not any(t is known for known, _ in versions):
+                    versions.append((t, t._version))
 
     def undo_writes(self) -> None:
-        """Give memory that is not the trace's its earlier contents back."""
-        for whole, copy, _ in self.journal.values():
+        """Give memory that is not the trace's its earlier contents back, and its tensors their version: a backward of
+        the user's that is still to come must not take them for changed."""
+        for whole, copy, versions in self.journal.values():
             whole.copy_(copy)
+            for t, version in reversed(versions):
+                set_version(t, version)
         self.journal.clear()
 
     def _bad_inputs(self, info: OpInfo, ins: list[Tensor]) -> dict[int, Line]:
@@ -347,8 +361,10 @@ class OpTracer(TorchDispatchMode):
         if _finite.stats(out).nan_count == 0 or any(_has_nan(values[i]) for i in carried):
             return None
         sources = [g for g in line if g.kind in (BirthKind.INPUT, BirthKind.LABEL)]
-        if info.contracts and sources:
-            # -inf in a batch is a mask when it meets a softmax; in a matrix product it is a bad feature.
+        plain = not info.mask_aware and all(g.output is not None and not _mask_like(g.output) for g in sources)
+        if sources and (info.contracts or plain):
+            # -inf in a batch is a mask when it meets a softmax; in a matrix product, or among other numbers in
+            # plain arithmetic, it is a bad feature or label.
             for g in sources:
                 g.intended = False
             return None
@@ -441,6 +457,15 @@ class OpTracer(TorchDispatchMode):
         return self.lineage.of(t)
 
 
+def set_version(t: Tensor, version: int) -> None:
+    """Set the counter by which autograd knows that `t` was written in place."""
+    counter = torch._C._autograd._unsafe_set_version_counter
+    try:
+        counter((t,), (version,))
+    except TypeError:  # before torch 2.6: one tensor at a time
+        counter(t, version)  # type: ignore[arg-type]
+
+
 def _nowhere() -> None:  # its code is never on the stack: a barrier that is never met
     return None
 
@@ -459,6 +484,15 @@ def _floats(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for v in value.values():
             yield from _floats(v)
+
+
+def _written(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Tensors that an operation writes into, of any dtype."""
+    for position, name in info.written:
+        value = args[position] if position < len(args) else kwargs.get(name)
+        for t in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(t, Tensor):
+                yield t
 
 
 def _described(value: Any) -> Iterator[Tensor]:

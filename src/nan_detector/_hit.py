@@ -18,6 +18,7 @@ from nan_detector._origin import birth_of, silent_births, trace_of
 from nan_detector._quiet import quiet
 from nan_detector._records import Cause, NaNEvent, Phase, Reproduced, Severity, TensorStats, Verdict
 from nan_detector._replay import Replayed, Step
+from nan_detector._samples import sample_ids
 from nan_detector._state import logger, strict
 from nan_detector._tape import Entry, Tape
 from nan_detector._trace import Birth, BirthKind, GuiltyInput, Trace
@@ -32,6 +33,7 @@ class Finding:
     notes: tuple[str, ...] = ()
     micro_step: int = 0
     silent: tuple[Birth, ...] = ()
+    sample_id: tuple[str, ...] = ()
 
 
 def new_event(step: int, suspicion: Suspicion, *, phase: Phase, micro_step: int = 0, rank: int = 0) -> NaNEvent:
@@ -70,7 +72,8 @@ def investigate(
     entries = relevant_entries(tape)
     if not entries:
         return Finding(notes=(*notes, "nothing of this step was recorded, so it cannot be replayed"))
-    step = Step(entries, list(tape.outside.values()), models, Names(models), time.perf_counter() + budget_s)
+    names = Names(models)
+    step = Step(entries, list(tape.outside.values()), models, names, time.perf_counter() + budget_s)
     try:
         replayed = step.run()
     except ReplayRefused as refusal:
@@ -85,7 +88,16 @@ def investigate(
     if silent:
         births = tuple(birth_of(g) for g in silent_births(replayed.tracer))
         return Finding(reproduced="yes", notes=tuple(notes), silent=births)
-    return _conclude(replayed, notes)
+    return _with_samples(_conclude(replayed, notes), names, entries)
+
+
+def _with_samples(finding: Finding, names: Names, entries: list[Entry]) -> Finding:
+    """`finding` with the names of its samples, where the batch carries them."""
+    birth = finding.trace.birth if finding.trace is not None else None
+    if birth is None or not birth.sample_index or birth.output is None or not birth.output.shape:
+        return finding
+    ids = sample_ids(names, entries, birth.sample_index, birth.output.shape[0], birth.tensor_name or "")
+    return replace(finding, sample_id=ids)
 
 
 def _conclude(replayed: Replayed, notes: list[str]) -> Finding:
@@ -171,6 +183,7 @@ def complete(
         reproduced=finding.reproduced,
         micro_step=finding.micro_step,
         sample_index=birth.sample_index,
+        sample_id=finding.sample_id,
         notes=(*event.notes, *notes, *((birth.note,) if birth.note else ())),
     )
 

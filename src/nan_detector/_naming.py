@@ -73,6 +73,13 @@ class Names:
         found = self._modules.get(id(module))
         return found is not None and found[1] is module
 
+    def named_arguments(self, entry: Entry) -> Iterator[tuple[str, Any]]:
+        """Name and encoded value of each argument of a root call."""
+        names = _parameter_names(entry)
+        for i, value in enumerate(entry.args):
+            yield names[i] if i < len(names) else f"args[{i}]", value
+        yield from entry.kwargs.items()
+
     def arguments(self, entry: Entry) -> Iterator[tuple[BirthKind, str, Outside]]:
         """Kind, path and token of each outside tensor among the arguments of `entry`."""
         kind = BirthKind.INPUT if entry.kind == "root" else BirthKind.LABEL
@@ -81,7 +88,7 @@ class Names:
             name = names[i] if i < len(names) else None
             if name is None and entry.mark is not None and entry.kind != "root":
                 name = argument_text(entry.mark, i, None) if _has_outside(value) else None
-            for path, token in _paths(value, name or f"args[{i}]"):
+            for path, token in _paths(value, _subscripts(name) or f"args[{i}]"):
                 yield kind, path, token
         for key, value in entry.kwargs.items():
             text = (
@@ -89,7 +96,7 @@ class Names:
                 if entry.mark is not None and entry.kind != "root" and _has_outside(value)
                 else None
             )
-            for path, token in _paths(value, text or key):
+            for path, token in _paths(value, _subscripts(text) or key):
                 yield kind, path, token
 
 
@@ -129,6 +136,11 @@ def _paths(value: Any, path: str, depth: int = 6) -> Iterator[tuple[str, Outside
         mapping = isinstance(value.original, Mapping)
         for k, v in value.items:
             yield from _paths(v, f"{path}[{_quoted(k)}]" if mapping else f"{path}.{k}", depth - 1)
+
+
+def _subscripts(text: str | None) -> str | None:
+    """Source text with its keys quoted as in the paths of inputs."""
+    return None if text is None else text.replace("['", '["').replace("']", '"]')
 
 
 def _quoted(key: Any) -> str:

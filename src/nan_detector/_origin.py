@@ -17,6 +17,12 @@ from nan_detector._tracer import OpTracer, Tensor
 MAX_OTHERS = 4
 MAX_SITES = 24
 
+_WEIGHS = frozenset(
+    "softmax log_softmax logsumexp safe_softmax masked_softmax logcumsumexp logaddexp scaled_dot_product_attention "
+    "scaled_dot_product_flash_attention_for_cpu scaled_dot_product_efficient_attention "
+    "scaled_dot_product_flash_attention".split()
+)
+
 _SOURCES = (BirthKind.PARAMETER, BirthKind.BUFFER, BirthKind.INPUT, BirthKind.LABEL)
 
 
@@ -98,6 +104,9 @@ def _intended_reached(harm: Line) -> Birth | None:
     """Only intended infinities got there: blame the first call that made one number of them."""
     if not harm:
         return None
+    brought = [g for g in harm if g.kind in (BirthKind.INPUT, BirthKind.LABEL) and not _weighed(g)]
+    if brought:  # -inf that met no softmax was no mask: the batch holds a bad number
+        return birth_of(min(brought, key=lambda g: g.order))
     records = sorted({r for g in harm for r in g.passed}, key=lambda r: r.index)
     if not records:
         gen = min(harm, key=lambda g: g.order)
@@ -125,6 +134,11 @@ def _intended_reached(harm: Line) -> Birth | None:
         in_library=True,
         note="only values that were meant to be infinite reached it",
     )
+
+
+def _weighed(gen: Gen) -> bool:
+    """True for -inf that went into a softmax or its kin, where it means weight 0."""
+    return any(r.info.op in _WEIGHS for r in gen.passed) or any(r.info.op in _WEIGHS for r in gen.ended)
 
 
 def birth_of(gen: Gen) -> Birth:

@@ -90,9 +90,10 @@ class Live:
             tracer.module = (self._path(module), type(module).__name__)
             tracer.phase = "forward"
         else:
-            tracer.module = self.names.of_module(module)
             if self.names.is_watched(module):
-                tracer.phase = "forward"
+                tracer.module, tracer.phase = self.names.of_module(module), "forward"
+            elif tracer.phase != "forward":  # made on the spot within a watched module: its code is that module's
+                tracer.module = self.names.of_module(module)
 
     def _leave(self, module: Any, args: Any, output: Any) -> None:
         if threading.get_ident() != self._thread or torch.compiler.is_compiling() or is_replaying():

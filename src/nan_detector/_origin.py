@@ -23,6 +23,7 @@ _WEIGHS = frozenset(
     "scaled_dot_product_flash_attention".split()
 )
 
+_LOG_SUMS = ("logsumexp", "logaddexp", "logcumsumexp")
 _SOURCES = (BirthKind.PARAMETER, BirthKind.BUFFER, BirthKind.INPUT, BirthKind.LABEL)
 
 
@@ -111,8 +112,9 @@ def _intended_reached(harm: Line) -> Birth | None:
     if not records:
         gen = min(harm, key=lambda g: g.order)
         return birth_of(gen)
-    reduced = [r for r in records if r.numel == 1]
-    record = (reduced or records)[0]
+    reduced = next((r for r in records if r.numel == 1), records[0])
+    # A logsumexp gives -inf only where all it was given is masked: that row is the mistake, not the mean over rows.
+    record = next((r for r in reversed(records) if r.index <= reduced.index and r.info.op in _LOG_SUMS), reduced)
     first = next(r for r in records if r.mark == record.mark)
     op = (
         record.forward.info.op

@@ -220,7 +220,8 @@ class Step:
     def _restore_moment(self, moment: Moment) -> None:
         restore(moment)
         for module, name, value in moment.buffers:
-            copy = value.clone()
+            with quiet():  # our copy is no operation of the step
+                copy = value.clone()
             self._own.add(key_of(copy))
             self.names.also(key_of(copy), value, module, name)
             module._buffers[name] = copy
@@ -286,8 +287,10 @@ class Step:
         def enter(module: Any, args: Any) -> None:
             if threading.get_ident() == me:
                 stack.append((tracer.module, tracer.phase))
-                tracer.module = names.of_module(module)
-                tracer.phase = "forward" if names.is_watched(module) else tracer.phase
+                if names.is_watched(module):
+                    tracer.module, tracer.phase = names.of_module(module), "forward"
+                elif tracer.phase != "forward":  # made on the spot within a watched module: its code is that module's
+                    tracer.module = names.of_module(module)
 
         def leave(module: Any, args: Any, out: Any) -> None:
             if threading.get_ident() == me and stack:
@@ -313,6 +316,8 @@ class Step:
                 name = self.outside[token_id].name if token_id in self.outside else None
                 self.replayed.gradients[name or f"outside {token_id}"] = local.grad
         for module, name, copy in self.buffer_copies:
+            now = module._buffers.get(name)  # a forward may put another tensor in its place
+            copy = copy if now is None else now
             path = self.names.of_module(module)[0]
             self.replayed.buffers[f"{path}.{name}" if path not in (None, "root") else name] = copy
 

@@ -88,7 +88,29 @@ def investigate(
     if silent:
         births = tuple(birth_of(g) for g in silent_births(replayed.tracer))
         return Finding(reproduced="yes", notes=tuple(notes), silent=births)
-    return _with_samples(_conclude(replayed, notes), names, entries)
+    finding = _with_samples(_conclude(replayed, notes), names, entries)
+    poisoned = _poisoned_buffers(replayed, names) if finding.trace is not None else []
+    if poisoned:
+        shown = ", ".join(poisoned[:4]) + (f" and {len(poisoned) - 4} more" if len(poisoned) > 4 else "")
+        one = len(poisoned) == 1
+        note = (
+            f"the forward pass left non-finite values in {'buffer' if one else 'buffers'} {shown}, although the step "
+            f"was not taken: restore {'it' if one else 'them'} before an evaluation or a checkpoint"
+        )
+        finding = replace(finding, notes=(*finding.notes, note))
+    return finding
+
+
+def _poisoned_buffers(replayed: Replayed, names: Names) -> list[str]:
+    """Buffers of the model that this step's births reached."""
+    with quiet():
+        bad = {name for name, b in names.buffers() if not _finite.is_finite(b)}
+        return [
+            name
+            for name, copy in replayed.buffers.items()
+            if name in bad
+            and any(not g.intended and g.kind is not BirthKind.BUFFER for g in replayed.tracer.ancestry(copy))
+        ]
 
 
 def _with_samples(finding: Finding, names: Names, entries: list[Entry]) -> Finding:

@@ -16,17 +16,18 @@ from nan_detector._before import before_sentences
 from nan_detector._book import Book
 from nan_detector._config import Config, Policy, Replay, Watch, policy_named
 from nan_detector._errors import NonFiniteError
-from nan_detector._gate import Reading, Suspicion, column_names, confirm, take
+from nan_detector._gate import Reading, Suspicion, column_names, confirm, measure, take
 from nan_detector._hit import Finding, complete, investigate, new_event, weights_state
 from nan_detector._hyper import bad_hyperparameter
 from nan_detector._naming import Names
 from nan_detector._quiet import quiet
 from nan_detector._recorder import Recorder
-from nan_detector._records import GradEvent, NaNEvent, WarningRecord
+from nan_detector._records import GradEvent, NaNEvent, StepRow, WarningRecord
 from nan_detector._roots import Roots
 from nan_detector._session import Session, session
 from nan_detector._skip import cancelled, closure_of, is_stand_in, judged
 from nan_detector._state import is_replaying, logger, strict
+from nan_detector._stepped import Stepped
 from nan_detector._summary import headline
 from nan_detector._tape import Entry
 from nan_detector._watchers import LayerWatch, OpWatch, StepWatch
@@ -58,9 +59,8 @@ class Engine:
         self.noticed = False
         self.standing_down = False
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._owned: dict[int, tuple[weakref.ref[Any], bool]] = {}
+        self._optimizers: dict[int, Stepped] = {}
         self._names_by_id = {id(p): name for name, p in self.names.parameters()}
-        self._columns: dict[tuple[tuple[str, ...], bool, int], tuple[str, ...]] = {}
         self._spent = 0.0
         self._warned_step: int | None = None
         self._kind: StepWatch = {Watch.STEP: StepWatch, Watch.LAYERS: LayerWatch, Watch.OPS: OpWatch}[config.watch](
@@ -98,16 +98,16 @@ class Engine:
         self.models = {**self.models, key: model}
         self.names = Names(self.models)
         self._names_by_id = {id(p): name for name, p in self.names.parameters()}
-        self._owned.clear()
+        self._optimizers.clear()
         self.roots.add(model)
 
-    def contain(self, work: Callable[[], T]) -> T | None:
-        """Run our own work so that a bug in it never stops the user's training."""
+    def contain(self, work: Callable[..., T], *args: Any) -> T | None:
+        """Run our own ``work(*args)`` so that a bug in it never stops the user's training."""
         if self.standing_down:
             return None
         started = time.perf_counter()
         try:
-            return work()
+            return work(*args)
         except NonFiniteError:
             raise
         except Exception:
@@ -156,30 +156,35 @@ class Engine:
             tape.keep_only(wanted)
 
     def _judge_without_optimizer(self, current: Session) -> None:
-        pairs = [(n, p.grad) for n, p in self.names.parameters() if p.grad is not None]
-        self._judge(current, [n for n, _ in pairs], [g for _, g in pairs], None)
+        self._judge(current, list(parameters_with_gradients(self.names)), None)
         self._end_of_step(current)
 
     # -- optimizer steps -------------------------------------------------------------------------------------------
 
     def owns(self, optimizer: Any) -> bool:
         """True when `optimizer` steps a parameter of a watched model."""
-        found = self._owned.get(id(optimizer))
-        if found is not None and found[0]() is optimizer:
-            return found[1]
-        owned = any(id(p) in self._names_by_id for group in optimizer.param_groups for p in group["params"])
-        self._owned[id(optimizer)] = (weakref.ref(optimizer), owned)
-        return owned
+        return self._stepped(optimizer).owned
+
+    def _stepped(self, optimizer: Any) -> Stepped:
+        found = self._optimizers.get(id(optimizer))
+        if found is None or not found.fits(optimizer):
+            found = self._optimizers[id(optimizer)] = Stepped(optimizer, self._names_by_id)
+        return found
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any, current: Session) -> tuple[Any, Any] | None:
         """The gate. None lets the step through; a replaced call takes its place."""
-        if self.standing_down or is_stand_in(optimizer) or not self.owns(optimizer):
+        if self.standing_down or is_stand_in(optimizer):
             return None
-        self.optimizers.add(optimizer)
+        stepped = self._stepped(optimizer)
+        if not stepped.owned:
+            return None
+        if not stepped.counted:
+            stepped.counted = True
+            self.optimizers.add(optimizer)
         current.gates += 1
         if closure_of(args, kwargs) is not None:
             return self._gate_closure(optimizer, args, kwargs, current)
-        refuse = self.contain(lambda: self._gate(optimizer, current))
+        refuse = self.contain(self._gate, optimizer, current)
         return cancelled(optimizer, args, kwargs) if refuse else None
 
     def _gate_closure(self, optimizer: Any, args: Any, kwargs: Any, current: Session) -> tuple[Any, Any] | None:
@@ -196,45 +201,40 @@ class Engine:
 
     def after_step(self, optimizer: Any, current: Session) -> None:
         """The step was taken or stood in for."""
-        if self.standing_down or not self.owns(optimizer):
-            return
-        self._end_of_step(current)
+        stepped = self._optimizers.get(id(optimizer))
+        if stepped is not None and stepped.owned and not self.standing_down:
+            self._end_of_step(current)
 
     def _end_of_step(self, current: Session) -> None:
         self.groups += 1
         self.overheads.append(1000.0 * (self._spent + current.take_spent()))
         self._spent = 0.0
 
-    def _collect(self, optimizer: Any) -> tuple[list[str], list[Tensor]]:
-        names, grads, known = [], [], self._names_by_id
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                g = p.grad
-                if g is not None:
-                    grads.append(g)
-                    names.append(known.get(id(p)) or f"optimizer parameter {len(names)}")
-        return names, grads
-
     def _gate(self, optimizer: Any, current: Session) -> bool:
         """Judge the step that is about to be taken. True when it must not be."""
-        with quiet():
-            names, grads = self._collect(optimizer)
-        if not current.tape.pending() and not self.roots.armed and not self._has_moment(current):
+        if not current.tape.backwards and not self.roots.armed and not self._has_moment(current):
             self.roots.arm_children()
-        return self._judge(current, names, grads, optimizer)
+        return self._judge(current, None, optimizer)
 
     @staticmethod
     def _has_moment(current: Session) -> bool:
         return any(e.kind == "root" for e in current.tape.entries)
 
-    def _judge(self, current: Session, names: list[str], grads: list[Tensor], optimizer: Any) -> bool:
+    def _judge(self, current: Session, given: list[tuple[str, Tensor]] | None, optimizer: Any) -> bool:
+        """Judge gradients (`given`, or those `optimizer` is about to use) and the losses since the last gate."""
         tape = current.tape
         pending = tape.pending()
         if pending and not self.roots.armed and not self._has_moment(current):
             self.roots.arm_children()
         losses = [loss for e in pending for loss in e.losses]
+        stepped = self._stepped(optimizer) if optimizer is not None else None
         columns, extra = self._kind.collect()
-        reading, extremes = take(grads, losses, extra)
+        with quiet():
+            if given is None and stepped is not None:
+                names, grads = stepped.gradients()
+            else:
+                names, grads = [n for n, _ in given or ()], [g for _, g in given or ()]
+            reading, extremes = measure(grads, losses, extra)
         problem = bad_hyperparameter(optimizer) if optimizer is not None else None
         if problem is not None and problem.kind == "negative":
             problem = None
@@ -248,9 +248,10 @@ class Engine:
                 refuse = self._hit(current, suspicion, pending, optimizer)
             else:
                 suspicion = None
-        self._record(reading, names, bool(losses), optimizer, current)
+        self._record(reading, names, bool(losses), stepped, current)
         if not suspicion:
-            self._warn_of_norms(reading, names)
+            if reading.largest is not None and reading.largest > self.config.grad_norm_warn:
+                self._warn_of_norms(reading, names)
             self._kind.healthy(current, columns, extremes)
         tape.judged(keep_alive=len(self.optimizers) != 1 or self.groups < 2)
         self._kind.next_step()
@@ -271,32 +272,28 @@ class Engine:
                     return False
         return True
 
-    def _record(self, reading: Reading, names: list[str], has_loss: bool, optimizer: Any, current: Session) -> None:
+    def _record(
+        self, reading: Reading, names: list[str], has_loss: bool, stepped: Stepped | None, current: Session
+    ) -> None:
         if not names and not has_loss:
             return
-        key = (tuple(names), has_loss, reading.row.numel())
-        columns = self._columns.get(key)
-        if columns is None:
-            columns = self._columns[key] = column_names(names, has_loss, reading.row.numel())
-        lr = scale = None
-        if optimizer is not None:
-            rate = optimizer.param_groups[0].get("lr")
-            lr = float(rate) if isinstance(rate, (int, float)) else None
-        if current.scaler is not None:
-            scale = current.scaler_scale
+        width = reading.row.numel()
+        columns = stepped.columns(names, has_loss, width) if stepped is not None else column_names(names, has_loss, width)
+        optimizer = stepped.optimizer() if stepped is not None else None
+        rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
+        lr = float(rate) if isinstance(rate, (int, float)) else None
+        scale = current.scaler_scale if current.scaler is not None else None
         with quiet(), self.lock:
             self.recorder.set_columns(columns)
             self.recorder.append(self.step, reading.row, lr, scale)
         if self.book.log is not None and reading.loss is not None:
-            from nan_detector._records import StepRow
-
             self.book.write(StepRow(self.step, reading.loss, reading.total, reading.largest, lr, scale))
 
     # -- warnings ----------------------------------------------------------------------------------------------------
 
     def check_grad_norms(self) -> bool:
         """Look at the gradient norms now. True when a warning was logged in this call."""
-        pairs = [(n, p.grad) for n, p in self.names.parameters() if p.grad is not None]
+        pairs = list(parameters_with_gradients(self.names))
         if not pairs:
             return False
         with session().off():
@@ -418,7 +415,7 @@ class Engine:
         if self.standing_down or not self.owns(optimizer):
             return
         self.optimizers.add(optimizer)
-        self.contain(lambda: self._judge(current, [], [], None))
+        self.contain(lambda: self._judge(current, None, None))
         self._end_of_step(current)
 
     def set_batch(self, index: int, sample_ids: tuple[str, ...], current: Session) -> None:
@@ -433,9 +430,8 @@ class Engine:
         if isinstance(error, (NonFiniteError, KeyboardInterrupt, SystemExit, GeneratorExit)):
             return
         if tape.pending():
-            pairs = [(n, p.grad) for n, p in self.names.parameters() if p.grad is not None]
             with current.off():
-                self._judge(current, [n for n, _ in pairs], [g for _, g in pairs], None)
+                self._judge(current, list(parameters_with_gradients(self.names)), None)
         elif error is not None and any(e.number >= tape.boundary for e in tape.entries):
             self._after_exception(current, error)
 

@@ -36,7 +36,7 @@ class Roots:
         models: list[torch.nn.Module],
         on_enter: Callable[[Session, bool], None],
         on_leave: Callable[[Session, Any, Any], None],
-        contain: Callable[[Callable[[], Any]], Any],
+        contain: Callable[..., Any],
     ) -> None:
         self.models = models
         self.on_enter = on_enter
@@ -88,7 +88,7 @@ class Roots:
         current = session()
         if not current.roots:
             self.on_enter(current, torch.is_grad_enabled())
-        self.contain(lambda: self._enter(current, module, args, kwargs))
+        self.contain(self._enter, current, module, args, kwargs)
 
     def _enter(self, current: Session, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if current.roots or current.busy or current.paused > len(current.stepping) or self._parameters_swapped(module):
@@ -137,7 +137,7 @@ class Roots:
         current.paused -= 1
         if owner is not module:  # an inner call that raised before its hook ran: not ours to account for
             current.roots.clear()
-        self.contain(lambda: self._leave(current, entry, output))
+        self.contain(self._leave, current, entry, output)
         if popped or current.home:
             current.push()
 

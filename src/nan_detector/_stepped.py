@@ -1,0 +1,53 @@
+"""What an optimizer steps: its parameters by name, worked out once and kept while its groups stay the same."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nan_detector._gate import column_names
+
+Tensor = torch.Tensor
+
+
+class Stepped:
+    """The parameters of one optimizer.
+
+    Args:
+        optimizer: The optimizer.
+        known: Names of the watched models' parameters by identity.
+    """
+
+    def __init__(self, optimizer: Any, known: Mapping[int, str]) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        self.names = [known.get(id(p)) or f"optimizer parameter {i}" for i, p in enumerate(self.parameters)]
+        self.owned = any(id(p) in known for p in self.parameters)
+        self.counted = False  # among the optimizers that have stepped
+        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._columns: dict[tuple[int, bool, int], tuple[str, ...]] = {}
+
+    def fits(self, optimizer: Any) -> bool:
+        """True while these are still the optimizer's parameters, as far as the sizes of its groups tell."""
+        return self.optimizer() is optimizer and self._sizes == [len(g["params"]) for g in optimizer.param_groups]
+
+    def gradients(self) -> tuple[list[str], list[Tensor]]:
+        """Names and gradients of the parameters that have one."""
+        grads = [p.grad for p in self.parameters]
+        if None not in {type(g) if g is not None else None for g in grads}:
+            return self.names, grads  # type: ignore[return-value]  # the set above has told that none is None
+        pairs = [(n, g) for n, g in zip(self.names, grads, strict=True) if g is not None]
+        return [n for n, _ in pairs], [g for _, g in pairs]
+
+    def columns(self, names: list[str], has_loss: bool, width: int) -> tuple[str, ...]:
+        """Names of a row's entries; the same object as long as nothing changes."""
+        if names is not self.names:
+            return column_names(names, has_loss, width)
+        key = (len(names), has_loss, width)
+        found = self._columns.get(key)
+        if found is None:
+            found = self._columns[key] = column_names(names, has_loss, width)
+        return found

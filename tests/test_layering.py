@@ -77,6 +77,7 @@ TABLE = (
             "_optimizer_events",
             "_origin",
             "_patches",
+            "_python_state",
             "_recorder",
             "_replay",
             "_roots",

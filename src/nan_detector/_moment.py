@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from nan_detector._errors import ReplayRefused
+from nan_detector._python_state import MACHINERY, PythonState, is_iterator
 from nan_detector._session import restore_rng, rng_state
 
 Tensor = torch.Tensor
@@ -24,17 +26,6 @@ LEARNING_CALLS = 3
 
 #: Largest tensor attribute, in elements, that a Moment copies.
 MAX_COPIED = 1 << 20
-
-#: A module's own bookkeeping, restored by other means or never touched by a forward.
-_MACHINERY = frozenset(
-    {
-        "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_backward_pre_hooks",
-        "_backward_hooks", "_is_full_backward_hook", "_forward_hooks", "_forward_hooks_with_kwargs",
-        "_forward_hooks_always_called", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks",
-        "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "forward",
-    }
-)  # fmt: skip
-
 
 @dataclass(slots=True)
 class Moment:
@@ -46,6 +37,7 @@ class Moment:
     numpy_rng: Any = None
     buffers: tuple[tuple[Any, str, Tensor], ...] = ()
     attributes: tuple[tuple[Any, str, Any], ...] = ()
+    state: PythonState | None = None  # what the attributes hold
     generators: tuple[tuple[torch.Generator, Tensor], ...] = ()
     versions: tuple[tuple[Tensor, int], ...] = ()
     raised: bool = False
@@ -84,6 +76,9 @@ class Habits:
                     (m, n, b.detach().clone()) for m, n, b in _buffers(self.modules) if not is_passive_buffer(m, n)
                 ),
                 attributes=tuple((m, n, _kept(v, True)) for m in self.modules for n, v in own_attributes(m)),
+                state=PythonState(
+                    (v for m in self.modules for _, v in own_attributes(m) if is_container(v)), detach=True, clone=True
+                ),
                 generators=self._generator_states(),
             )
         if not (self.buffers or self.attributes or self.python_rng or self.numpy_rng or self.generators):
@@ -102,6 +97,7 @@ class Habits:
             attributes=tuple(
                 (by_id[i], n, _kept(vars(by_id[i]).get(n), (i, n) in self.written)) for i, n in self.attributes
             ),
+            state=self._state(by_id),
             generators=self._generator_states(),
         )
 
@@ -123,9 +119,19 @@ class Habits:
                 key = (id(m), n)
                 if key not in before.attributes or not _same(before.attributes[key], v):
                     self.attributes.add(key)
+                elif key in before.states and before.states[key].changed():
+                    self.attributes.add(key)
+                elif key in before.states and before.states[key].written():
+                    self.attributes.add(key)
+                    self.written.add(key)
                 elif isinstance(v, Tensor) and before.versions.get(key) != (id(v), _version(v)):
                     self.attributes.add(key)
                     self.written.add(key)
+
+    def _state(self, by_id: dict[int, torch.nn.Module]) -> PythonState | None:
+        held = [(vars(by_id[i]).get(n), (i, n) in self.written) for i, n in self.attributes]
+        values = [v for v, _ in held if is_container(v)]
+        return PythonState(values, detach=True, clone=any(w for _, w in held)) if values else None
 
     def _generator_states(self) -> tuple[tuple[torch.Generator, Tensor], ...]:
         return tuple((g, g.get_state()) for g in self.generators)
@@ -136,6 +142,9 @@ class _Picture:
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
         self.attributes = {(id(m), n): v for m, n, v in _attribute_values(modules)}
+        self.states = {
+            (id(m), n): PythonState([v]) for m in modules for n, v in own_attributes(m) if is_container(v)
+        }
         self.versions = {(id(m), n): (id(b), _version(b)) for m, n, b in _buffers(modules)}
         self.versions |= {k: (id(v), _version(v)) for k, v in self.attributes.items() if isinstance(v, Tensor)}
 
@@ -161,8 +170,13 @@ def is_passive_buffer(module: torch.nn.Module, name: str) -> bool:
 def own_attributes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """A module's attributes that are neither parameters, buffers, submodules nor bookkeeping."""
     for name, value in vars(module).items():
-        if name not in _MACHINERY and not callable(value):
+        if name not in MACHINERY and not callable(value):
             yield name, value
+
+
+def is_container(value: Any) -> bool:
+    """True for a value that can change while it stays the same object."""
+    return not isinstance(value, (int, float, str, bytes, complex, type(None), Tensor, torch.dtype, torch.device))
 
 
 def _attribute_values(modules: list[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str, Any]]:
@@ -196,7 +210,8 @@ def restore_attribute(module: torch.nn.Module, name: str, value: Any) -> None:
         current.clear()
         current.update(value)
     else:
-        vars(module)[name] = frozen_copy(value)
+        # A copy was made so that the call can write into it; a second replay needs it again.
+        vars(module)[name] = value.clone() if isinstance(value, Tensor) and not value.requires_grad else frozen_copy(value)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -235,29 +250,55 @@ def restore(moment: Moment) -> None:
         generator.set_state(state)
     for module, name, value in moment.attributes:
         restore_attribute(module, name, value)
+    if moment.state is not None:
+        moment.state.restore()
 
 
 class Snapshot:
-    """Everything a replay may disturb outside tensors, taken before it and put back after it."""
+    """Everything a replay may disturb outside tensors, taken before it and put back after it.
 
-    def __init__(self, modules: list[torch.nn.Module], generators: list[torch.Generator]) -> None:
+    Args:
+        modules: Modules that may run.
+        generators: Generators that recorded calls used.
+        values: Functions and values that will be called or changed (their closures and globals count).
+    """
+
+    def __init__(
+        self, modules: list[torch.nn.Module], generators: list[torch.Generator], values: tuple[Any, ...] = ()
+    ) -> None:
         self._rng = rng_state()
         self._python = random.getstate()
         self._numpy = _numpy_state()
-        self._attributes = list(_attribute_values(modules))
-        self._names = {id(m): (m, set(vars(m))) for m in modules}
+        self._state = PythonState([*modules, *values])
+        self._training = [(m, m.training) for m in modules]
         self._generators = [(g, g.get_state()) for g in generators]
+        for module in modules:
+            for name, value in own_attributes(module):
+                if is_iterator(value):
+                    vars(module)[name] = Tripwire(f"attribute {name!r} of {type(module).__name__}", value)
 
     def restore(self) -> None:
         """Put everything back."""
-        for module, names in self._names.values():
-            for extra in set(vars(module)) - names:
-                del vars(module)[extra]
-        for module, name, value in self._attributes:
-            restore_attribute(module, name, value)
+        self._state.restore()
+        for module, training in self._training:
+            module.training = training
         restore_rng(self._rng)
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
         for generator, state in self._generators:
             generator.set_state(state)
+
+
+class Tripwire:
+    """Stands in a replay for an iterator: the item that a call would take from it is gone, and the next is the user's."""
+
+    def __init__(self, name: str, iterator: Any) -> None:
+        self._name = name
+        self._kind = type(iterator).__name__
+
+    def __iter__(self) -> Tripwire:
+        return self
+
+    def __next__(self) -> Any:
+        raise ReplayRefused(f"{self._name} is an iterator ({self._kind}), which can be used only once")

@@ -9,14 +9,15 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import types
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from nan_detector._session import Session, session
-from nan_detector._state import is_replaying
+from nan_detector._session import Session, all_sessions, session
+from nan_detector._state import is_replaying, logger
 
 
 class ReplayEnds(BaseException):
@@ -41,7 +42,7 @@ class Watcher(Protocol):
 
 _lock = threading.RLock()
 _watchers: list[Watcher] = []
-_undo: list[Callable[[], None]] = []
+_undo: list[Callable[[], object]] = []
 
 
 def register(watcher: Watcher) -> None:
@@ -92,18 +93,61 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
     _undo.append(lambda: setattr(owner, name, original))
 
 
-def _wrap_apply() -> None:
-    cls = torch.autograd.Function
-    original = cls.__dict__["apply"]
+class _Apply:
+    """`autograd.Function.apply` with its code exchanged, so that every call is seen.
 
-    def apply(klass: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = original.__get__(None, klass)
+    A method bound before (``fn = MyFunction.apply``) holds the function itself and would pass by a patched attribute;
+    and TorchDynamo, which compares the attribute with the bound method, would refuse to compile. So the function object
+    stays and its code is exchanged. TorchDynamo also guards on the code: while compiled code runs, which is not
+    recorded call by call anyway, the original is in place.
+    """
+
+    def __init__(self) -> None:
+        self.function = torch.autograd.Function.__dict__["apply"].__func__
+        f = self.function
+        self.code: types.CodeType = f.__code__
+        self.bare = types.FunctionType(self.code, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
+        # Under PyTorch's file name: its frames are never compiled, and never taken for the user's.
+        self.seeing: types.CodeType = _seeing_apply(None).__code__.replace(
+            co_filename=self.code.co_filename, co_firstlineno=self.code.co_firstlineno
+        )
+
+    def see(self) -> None:
+        """Hand each call to the session."""
+        if self.code.co_freevars == self.seeing.co_freevars:  # else a PyTorch whose apply is of another kind
+            self.function.__code__ = self.seeing
+
+    def leave(self) -> None:
+        """Back to the original."""
+        self.function.__code__ = self.code
+
+    def call(self, cls: Any, args: Any, kwargs: Any) -> Any:
+        """What a call does while it is seen."""
+        bare = types.MethodType(self.bare, cls)
         if torch.compiler.is_compiling():
-            return bound(*args, **kwargs)
-        return session().custom_function(klass, bound, args, kwargs)
+            return bare(*args, **kwargs)
+        return session().custom_function(cls, bare, args, kwargs)
 
-    cls.apply = classmethod(functools.wraps(original.__func__)(apply))  # type: ignore[method-assign, assignment]
-    _undo.append(lambda: setattr(cls, "apply", original))
+
+#: Kept for the life of the process: the code that sees must be the same object at each attach, or guards fail anew.
+_apply: list[_Apply] = []
+
+
+def _wrap_apply() -> None:
+    if not _apply:
+        _apply.append(_Apply())
+    _apply[0].see()
+    _undo.append(_apply[0].leave)
+
+
+def _seeing_apply(__class__: Any) -> Any:  # the one cell of the original, which calls `super()`
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        from nan_detector._patches import _apply  # the globals of this code are PyTorch's
+
+        __class__  # noqa: B018  # so that the code closes over it, as the original's does
+        return _apply[0].call(cls, args, kwargs)
+
+    return apply
 
 
 def _wrap_compiled_calls() -> None:
@@ -123,9 +167,10 @@ def _wrap_compiled_calls() -> None:
         return
 
     def callback_from_stance(callback: Any) -> Any:
-        current = session()
-        if callback is not None and current.users and not is_replaying():
+        if callback is not None and not is_replaying():
+            current = session()
             current.compiled.append([sys._getframe(1), current.pop(), False])
+            _apply[0].leave()
         return original(callback)
 
     def maybe_set_eval_frame(callback: Any) -> Any:
@@ -137,6 +182,8 @@ def _wrap_compiled_calls() -> None:
             return set_frame(callback)
         popped = inside.pop()[1]
         before = set_frame(callback)
+        if not any(s.compiled for s in all_sessions()):
+            _apply[0].see()
         if popped:
             session().push()
         return before
@@ -145,6 +192,7 @@ def _wrap_compiled_calls() -> None:
     _undo.append(lambda: setattr(frame, "_callback_from_stance", original))
     frame._maybe_set_eval_frame = maybe_set_eval_frame  # type: ignore[attr-defined]
     _undo.append(lambda: setattr(frame, "_maybe_set_eval_frame", set_frame))
+    _undo.append(lambda: [s.compiled.clear() for s in all_sessions()])
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nan_detector import _finite
 from nan_detector._errors import ReplayRefused
@@ -52,6 +52,21 @@ _POLES = {
     "lgamma",
     "tan",
 }
+
+
+def _shown_to(modes: list[Any], func: Callable[..., Any]) -> Callable[..., Any]:
+    """`func` with `modes` (innermost first) back on the stack while it runs."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for mode in reversed(modes):
+            torch.utils._python_dispatch._push_mode(mode)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for _ in modes:
+                torch._C._pop_torch_dispatch_stack(None)
+
+    return call
 
 
 class OpTracer(TorchDispatchMode):
@@ -95,6 +110,7 @@ class OpTracer(TorchDispatchMode):
         self._checked: dict[int, Any] = {}
         self._input_bytes = 0
         self.last: OpRecord | None = None
+        self.paused = False  # every operation passes by
 
     # -- the hot path ------------------------------------------------------------------------------------------------
 
@@ -102,6 +118,8 @@ class OpTracer(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
         info = info_of(func)
         if info.is_view:
             if self.on_leaf is not None and isinstance(args[0], Tensor) and args[0].requires_grad and args[0].is_leaf:
@@ -113,6 +131,10 @@ class OpTracer(TorchDispatchMode):
         if info.collective:
             raise ReplayRefused(f"the step talks to other processes ({info.aten}), which a replay must not do")
         with torch._C.DisableTorchFunction():
+            if torch._C._len_torch_dispatch_stack():
+                # Modes that stand below are shown the operation itself, and nothing of what we do around it.
+                with _disable_current_modes() as below:
+                    return self._operation(_shown_to(below, func), info, args, kwargs)
             return self._operation(func, info, args, kwargs)
 
     def _operation(self, func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,24 +177,7 @@ class OpTracer(TorchDispatchMode):
 
     def _record(self, info: OpInfo, args: tuple[Any, ...], ins: list[Tensor]) -> OpRecord:
         node = _current_node()
-        if node is None:
-            mark = here_until(self.barrier, 4) if self.barrier is not None else here_until(_NOWHERE, 4)
-            record = OpRecord(self.operations, info, self.phase, mark or self.mark, self.module, self.api)
-        else:
-            mark = here_until(_ENGINE, 4)
-            origin = self._by_sequence.get(node._sequence_nr())
-            if mark is not None:
-                module = self.module or (origin.module if origin is not None else None)
-                record = OpRecord(
-                    self.operations, info, "backward", mark, module, self.api, forward=origin, own_frame=True
-                )
-            elif origin is not None:
-                record = OpRecord(
-                    self.operations, info, "backward", origin.mark, origin.module, origin.api, forward=origin
-                )
-            else:
-                record = OpRecord(self.operations, info, "backward", self.mark, None, self.api)
-            record.node = node.name()
+        record = self._placed(info, node)
         record.inputs = self._keep(ins)
         if self.barrier is None:
             for t in ins:
@@ -191,6 +196,28 @@ class OpTracer(TorchDispatchMode):
             )
         if ins:
             self.last = record  # the last operation that could carry a bad value
+        return record
+
+    def _placed(self, info: OpInfo, node: Any) -> OpRecord:
+        """Where the running operation stands: its line, module and phase, and what it is the derivative of."""
+        if node is None:
+            mark = here_until(self.barrier, 4) if self.barrier is not None else here_until(_NOWHERE, 4)
+            record = OpRecord(self.operations, info, self.phase, mark or self.mark, self.module, self.api)
+        else:
+            mark = here_until(_ENGINE, 4)
+            origin = self._by_sequence.get(node._sequence_nr())
+            if mark is not None:
+                module = self.module or (origin.module if origin is not None else None)
+                record = OpRecord(
+                    self.operations, info, "backward", mark, module, self.api, forward=origin, own_frame=True
+                )
+            elif origin is not None:
+                record = OpRecord(
+                    self.operations, info, "backward", origin.mark, origin.module, origin.api, forward=origin
+                )
+            else:
+                record = OpRecord(self.operations, info, "backward", self.mark, None, self.api)
+            record.node = node.name()
         return record
 
     def _remember_view(self, info: OpInfo) -> None:
@@ -261,7 +288,7 @@ class OpTracer(TorchDispatchMode):
         ) or (kind is BirthKind.CONSTANT and stats.nan_count == 0)
         if kind is BirthKind.OPAQUE and intended and not _mask_like(stats):
             intended = False
-        record = OpRecord(self.operations, info, self.phase, self._here() or self.mark, self.module, self.api)
+        record = self._placed(info, _current_node())
         gen = Gen(
             (RANK.get(kind, 2), self.operations),
             kind,
@@ -278,9 +305,6 @@ class OpTracer(TorchDispatchMode):
         line: Line = frozenset((gen,))
         self.lineage.mark(t, line)
         return line
-
-    def _here(self) -> Mark | None:
-        return here_until(self.barrier or _NOWHERE, 5)
 
     def _scalar_read(self, record: OpRecord, ins: list[Tensor], value: Any) -> None:
         if isinstance(value, (float, complex)) and not _finite_number(value):
@@ -391,7 +415,7 @@ class OpTracer(TorchDispatchMode):
             if not _finite_fast(t):
                 known = self.outside(t)
                 kind = known[0] if known is not None else BirthKind.OPAQUE
-                record = OpRecord(self.operations, info, self.phase, self._here() or self.mark, self.module, self.api)
+                record = self._placed(info, _current_node())
                 gen = Gen((RANK.get(kind, 2), self.operations), kind, False, record, name=known[1] if known else None)
                 gen.output = _finite.stats(t)
                 gen.guilty = gen.output.bad_count

@@ -245,7 +245,13 @@ class Engine:
             if problem is not None:
                 suspicion = Suspicion(suspicion.losses, suspicion.gradients, suspicion.loss, problem)
             if suspicion and not self._others_loss(current, suspicion, pending, grads):
-                refuse = self._hit(current, suspicion, pending, optimizer)
+                try:
+                    refuse = self._hit(current, suspicion, pending, optimizer)
+                except NonFiniteError:
+                    # The step has been judged: it must not be judged a second time when the block ends.
+                    tape.judged(keep_alive=True)
+                    self._kind.next_step()
+                    raise
             else:
                 suspicion = None
         self._record(reading, names, bool(losses), stepped, current)
@@ -323,8 +329,9 @@ class Engine:
 
     def _hit(self, current: Session, suspicion: Suspicion, pending: list[Entry], optimizer: Any) -> bool:
         """A confirmed bad step: write it down, find out, act. True when the step must not be taken."""
-        if self.config.stop_on_first and self.book.events and any(e.severity == "error" for e in self.book.events):
-            return self.config.on_nan in (Policy.STOP, Policy.SKIP)
+        known = self.config.stop_on_first and any(e.severity == "error" for e in self.book.events)
+        if known and self.config.on_nan in (Policy.STOP, Policy.SKIP, Policy.WARN):
+            return self.config.on_nan is not Policy.WARN
         event = new_event(
             self.step,
             suspicion,
@@ -379,7 +386,12 @@ class Engine:
         chosen = self.config.on_nan
         if isinstance(chosen, Policy):
             return chosen
-        return policy_named(chosen(event), "the answer of on_nan")
+        try:
+            return policy_named(chosen(event), "the answer of on_nan")
+        except Exception:
+            # The user's callback is neither the training nor ours; the weights are protected all the same.
+            logger.exception("on_nan gave no policy; the step is not taken, as with 'stop'")
+            return Policy.STOP
 
     def _act(self, policy: Policy, event: NaNEvent) -> bool:
         if policy is Policy.RAISE:

@@ -74,10 +74,21 @@ class Step:
         self.locals: dict[int, Tensor] = {}
         self.tracer = OpTracer(barrier=_make_call.__code__, outside=self._name_of, deadline=deadline)
         self.tracer.protected = self._is_users_memory
+        self.tracer.on_leaf = self._stash
         self.replayed = Replayed(self.tracer)
         self._made_inputs: dict[int, tuple[BirthKind, str]] = {}
         self._own: set[int] = set()
         self._stashed: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    def _stash(self, leaf: Tensor) -> None:
+        """A leaf that is not the replay's own takes part: its `.grad` is put aside, so that nothing flows into it."""
+        if id(leaf) not in self._stashed:
+            self._stashed[id(leaf)] = (leaf, leaf.grad)
+            if leaf.grad is not None and not self._is_own_leaf(leaf):
+                leaf.grad = None
+
+    def _is_own_leaf(self, leaf: Tensor) -> bool:
+        return any(leaf is t for t in self.aliases.values()) or any(leaf is t for t in self.locals.values())
 
     # -- names -------------------------------------------------------------------------------------------------------
 
@@ -158,7 +169,8 @@ class Step:
             with quiet():
                 self.tracer.undo_writes()
             for leaf, grad in self._stashed.values():
-                leaf.grad = grad
+                if leaf.grad is not grad:
+                    leaf.grad = grad
             snapshot.restore()
         return self.replayed
 
@@ -172,9 +184,10 @@ class Step:
                     alias.grad = None
             return True
         tracer.mark = entry.mark
-        tracer.module = self.names.of_module(entry.owner) if entry.owner is not None else None
+        within = self._module_of(entry)
+        tracer.module = self.names.of_module(within) if within is not None else None
         tracer.api = public_name(entry.func) if entry.kind != "root" else None
-        tracer.phase = "loss"
+        tracer.phase = "forward" if within is not None else "loss"
         if entry.rng is not None:
             restore_rng(entry.rng)
         for generator, state in entry.generators:
@@ -208,6 +221,19 @@ class Step:
             self.replayed.backward_ends.append(tracer.operations)
             self._compare(entry, roots)
         return True
+
+    def _module_of(self, entry: Entry) -> Any:
+        """The watched module whose code made a call that was recorded by itself.
+
+        Of a model's own methods only ``forward`` counts: a ``training_step`` also holds the loss.
+        """
+        owner = entry.owner
+        if entry.kind == "root":
+            return owner
+        if owner is None or entry.kind != "call" or not self.names.is_watched(owner):
+            return None
+        is_model = any(owner is m for m in self.models.values())
+        return owner if not is_model or (entry.mark is not None and entry.mark.code.co_name == "forward") else None
 
     def _compare(self, entry: Entry, roots: Any) -> None:
         mine = [t.detach() for t in tensors_in(roots) if t.numel() == 1]
@@ -315,6 +341,11 @@ class Step:
             if local.requires_grad and local.is_leaf and local.grad is not None:
                 name = self.outside[token_id].name if token_id in self.outside else None
                 self.replayed.gradients[name or f"outside {token_id}"] = local.grad
+        for leaf, before in self._stashed.values():
+            # A parameter that the model keeps a reference to of its own, past the one that was swapped.
+            if leaf.grad is not None and leaf.grad is not before and not self._is_own_leaf(leaf):
+                known = self.names.of_memory(key_of(leaf))
+                self.replayed.gradients[known[1] if known is not None else f"leaf {id(leaf)}"] = leaf.grad
         for module, name, copy in self.buffer_copies:
             now = module._buffers.get(name)  # a forward may put another tensor in its place
             copy = copy if now is None else now

@@ -18,8 +18,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from nan_detector._calls import CallKind, kind_of
-from nan_detector._source import Mark, here
-from nan_detector._state import is_replaying
+from nan_detector._quiet import hidden, quiet
+from nan_detector._source import Mark, enclosing_module, here
+from nan_detector._state import BUG, is_replaying, logger, strict
 from nan_detector._tape import Entry, Outside, Tape, Tensor, autocast_state, tensors_in
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class Session:
     def __init__(self) -> None:
         self.tape = Tape()
         self.users = 0
+        self.broken = False  # the recording failed: a bug of ours
         self.paused = 0  # > 0: calls are not recorded although the mode may be on the stack
         self.busy = 0  # > 0: inside one of our handlers; the stack must not be touched
         self.mode: TapeMode | None = None
@@ -67,7 +69,7 @@ class Session:
 
     def push(self) -> None:
         """Put the mode on the stack, if it is not there and this is a place where that is allowed."""
-        if self.mode is None and not self.busy and self.users and not _compiling():
+        if self.mode is None and not self.busy and self.users and not self.broken and not _compiling():
             self.mode = TapeMode(self)
             self.mode.__enter__()
 
@@ -140,6 +142,7 @@ class Session:
         self.stepping.clear()
         self.compiled.clear()
         self.paused = 0
+        self.broken = False
         mode = self.mode
         if mode is None or self.pop():
             return
@@ -163,31 +166,63 @@ class Session:
             return func(*args, **kwargs)
         entry = None
         if kind is not CallKind.PLAIN:
-            entry = self._entry(func, args, kwargs, here(3), kind)
+            try:
+                entry = self._entry(func, args, kwargs, here(3), kind)
+            except Exception as bug:
+                self.failed(bug)
+                return func(*args, **kwargs)
         self.busy += 1
         try:
             out = func(*args, **kwargs)
         except Exception:
             # The call that failed because of the bad value is the end of the story: keep it for the replay.
-            self.tape.add(entry or self._entry(func, args, kwargs, here(3), kind), None)
+            try:
+                self.tape.add(entry or self._entry(func, args, kwargs, here(3), kind), None)
+            except Exception as bug:
+                self.failed(bug)
             raise
         finally:
             self.busy -= 1
-        if entry is None:
-            if isinstance(out, float):
-                if out == out and out not in (float("inf"), float("-inf")):
+        try:
+            if entry is None:
+                if isinstance(out, float):
+                    if out == out and out not in (float("inf"), float("-inf")):
+                        return out
+                elif not isinstance(out, Tensor) and not _holds_tensor(out):
                     return out
-            elif not isinstance(out, Tensor) and not _holds_tensor(out):
-                return out
-            entry = self._entry(func, args, kwargs, here(3), kind)
-            if isinstance(out, float):
-                entry.scalar = out
-        elif kind is CallKind.BACKWARD:
-            entry.losses = tuple(t.detach() for t in _roots_of_backward(args, kwargs) if t.numel() == 1)
-        self.tape.add(entry, out)
+                entry = self._entry(func, args, kwargs, here(3), kind)
+                if isinstance(out, float):
+                    entry.scalar = out
+            elif kind is CallKind.BACKWARD:
+                with hidden():
+                    entry.losses = tuple(t.detach() for t in _roots_of_backward(args, kwargs) if t.numel() == 1)
+            self.tape.add(entry, out)
+        except Exception as bug:
+            self.failed(bug)
         return out
 
+    def failed(self, bug: Exception) -> None:
+        """A bug of ours in the recording: it is told once, and this thread records no more until it is watched anew."""
+        self.broken = True
+        if self.mode is not None:
+            self.mode.session = None
+        self.tape.clear()
+        if strict():
+            raise bug
+        logger.error(BUG, exc_info=bug)
+
     def _entry(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mark: Mark | None, kind: CallKind
+    ) -> Entry:
+        if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+            grad_enabled = torch.is_grad_enabled()
+            with quiet():
+                entry = self._new_entry(func, args, kwargs, mark, kind)
+            entry.grad_enabled = grad_enabled
+            return entry
+        return self._new_entry(func, args, kwargs, mark, kind)
+
+    def _new_entry(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mark: Mark | None, kind: CallKind
     ) -> Entry:
         tape = self.tape
@@ -202,6 +237,8 @@ class Session:
             autocast=autocast_state(),
         )
         entry.writes = kind is CallKind.IN_PLACE or "out" in kwargs
+        if mark is not None:
+            entry.owner = enclosing_module(mark, 3)
         if kind is CallKind.BACKWARD:
             entry.kind = "backward"
         elif kind is CallKind.RANDOM:
@@ -230,7 +267,11 @@ class Session:
             return apply(*args, **kwargs)
         if _functorch_level() is not None:
             return apply(*args, **kwargs)
-        entry = self._entry(apply, args, kwargs, here(3), CallKind.PLAIN)
+        try:
+            entry = self._entry(apply, args, kwargs, here(3), CallKind.PLAIN)
+        except Exception as bug:
+            self.failed(bug)
+            return apply(*args, **kwargs)
         self.paused += 1
         try:
             out = apply(*args, **kwargs)

@@ -23,6 +23,7 @@ __all__ = [
     "argument_text",
     "call_expression",
     "clean",
+    "enclosing_module",
     "frame_self",
     "here",
     "here_until",
@@ -68,6 +69,8 @@ _USER: dict[str, bool] = {}
 #: Relative co_filename -> absolute path, taken when the file was first met: a run may change its folder later.
 _ABSOLUTE: dict[str, str] = {}
 _MAX_KNOWN = 10_000
+#: Code met by `enclosing_module` that is no method of a module.
+_NO_METHODS: set[types.CodeType] = set()
 
 _new_mark = tuple.__new__
 
@@ -137,6 +140,34 @@ def frame_self(depth: int = 1, barrier: types.CodeType | None = None) -> object 
                 return None
             if code.co_name not in ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"):
                 return None
+        frame = frame.f_back
+    return None
+
+
+def enclosing_module(mark: Mark, depth: int = 1) -> object | None:
+    """The module in one of whose methods a call stands: one of PyTorch's own within it, or that of the user's frame.
+
+    Only methods whose code was seen with a module as ``self`` are read: reading a frame's locals copies them.
+
+    Args:
+        mark: The call's innermost user frame; frames outside it are not looked at.
+        depth: Frames to pass before looking: 1 starts at the caller of this function.
+
+    Returns:
+        The module, or None where there is none.
+    """
+    frame: types.FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        code = frame.f_code
+        if code not in _NO_METHODS:
+            owner = frame.f_locals.get("self") if code.co_argcount and code.co_varnames[0] == "self" else None
+            if hasattr(type(owner), "named_modules"):
+                return owner
+            if len(_NO_METHODS) >= _MAX_KNOWN:
+                _NO_METHODS.clear()
+            _NO_METHODS.add(code)
+        if code is mark.code and code.co_name not in ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"):
+            return None
         frame = frame.f_back
     return None
 

@@ -40,7 +40,7 @@ def born(
     out: Tensor | None,
     *,
     line: str = "",
-    function: str = "forward",
+    function: str = "Head.forward",
     elementwise: bool = True,
     **fields: Any,
 ) -> Birth:
@@ -71,7 +71,7 @@ def born_backward(
     out: Tensor,
     **fields: Any,
 ) -> Birth:
-    """A birth in the derivative of `forward`: the operation that ran is `aten` ("div"), the one a person knows `forward`."""
+    """A birth in the derivative of `forward`; the operation that ran is `aten` ("div")."""
     given = {
         "phase": "backward",
         "aten": f"aten.{aten}.default",

@@ -81,7 +81,7 @@ def slogdet() -> Trace:
 def custom(by_note: bool) -> Trace:
     x = torch.tensor([0.0, 2.0])
     fields: dict[str, object] = {"phase": "backward"}
-    fields |= {"derivative_of": "MySqrt", "note": "custom_function"} if by_note else {"function": "backward"}
+    fields |= {"derivative_of": "MySqrt", "note": "custom_function"} if by_note else {"function": "MySqrt.backward"}
     return traced(born("div", [torch.ones(2), x], 1 / x, line="return g / ctx.y", **fields), GRADIENT)
 
 
@@ -123,9 +123,10 @@ def masked_product_came_back() -> Trace:
     return derivative("mul", [p, logp], "mul", [g, logp], g * logp, kind="intended_met")
 
 
-def exp_came_back() -> Trace:
-    x, g = torch.tensor([119.0, 0.0]), torch.tensor([0.0, 1.0])
-    return derivative("exp", [x], "mul", [g, x.exp()], g * x.exp())
+def exp_came_back(forward: str = "exp", value: float = 119.0) -> Trace:
+    x, g = torch.tensor([value, 0.0]), torch.tensor([0.0, 1.0])
+    y = getattr(torch, forward)(x)
+    return derivative(forward, [x], "mul", [g, y], g * y)
 
 
 FIRES = [
@@ -165,12 +166,18 @@ FIRES = [
     ("unselected_branch", reciprocal_power_came_back, "In the forward x ** -1 was infinite at 0."),
     ("unselected_branch", masked_product_came_back, None),
     ("exp_overflow", exp_came_back, "exp overflows above 88.72 in float32, and its input reached 119."),
+    (
+        "exp_overflow",
+        lambda: exp_came_back("exp2", 130.0),
+        "exp2 overflows above 128 in float32, and its input reached 130.",
+    ),
     ("exp_overflow", lambda: dropped("exp"), None),
     ("half_overflow", lambda: dropped("square"), None),
     ("log_of_zero", recomputed, None),
 ]
 
 NEAR = [
+    ("unselected_branch", lambda: dataclasses.replace(dropped("div"), reached=("loss",)), "division_by_zero"),
     ("sqrt_gradient_at_zero", root_near_zero_in_half, "half_gradient_overflow"),
     ("sqrt_gradient_at_zero", fractional_power, "pow_gradient_at_zero"),
     ("pow_gradient_at_zero", reciprocal_power_came_back, "unselected_branch"),
@@ -236,7 +243,7 @@ def test_a_training_function_named_backward_is_not_a_custom_backward():
     """GANs often have a method `backward` that computes the loss: its lines are forward lines of the derivative."""
     birth = root_at_zero().birth
     assert birth is not None
-    place = Location("gan.py", 9, "backward", "d = v.pow(2).sum(-1).sqrt()")
+    place = Location("gan.py", 9, "Trainer.backward", "d = v.pow(2).sum(-1).sqrt()")
     best, _ = diagnose(traced(dataclasses.replace(birth, location=place), GRADIENT))
     assert best is not None and best.code == "sqrt_gradient_at_zero"
 

@@ -159,6 +159,7 @@ FIRES = [
 ]
 
 NEAR = [
+    ("ctc_no_alignment", masked_target, "masked_logit_in_loss"),
     ("softmax_fully_masked", positive_logits, "inf_minus_inf"),
     ("logsumexp_fully_masked", lambda: softmax(padded_rows()), "softmax_fully_masked"),
     ("mask_value_overflow", lambda: traced(born("add", [torch.tensor([-3e38])] * 2, torch.tensor([-INF]))), "overflow"),

@@ -29,6 +29,11 @@ def two_to_the(*values: float) -> Trace:
     return traced(born("pow", [x], 2.0**x, args=("self=2.0",), call="2 ** x"))
 
 
+def power_of_a_half(exponent: float) -> Trace:
+    x = torch.tensor([exponent])
+    return traced(born("pow", [x], 0.5**x, args=("self=0.5",), call="0.5 ** x"))
+
+
 def product(a: torch.Tensor, b: torch.Tensor, op: str = "mm", **fields: object) -> Trace:
     return traced(born(op, [a, b], a @ b, elementwise=False, call="q @ k.T", line="s = q @ k.T", **fields))
 
@@ -168,6 +173,8 @@ FIRES = [
 ]
 
 NEAR = [
+    ("exp_overflow", lambda: power_of_a_half(-200.0), "overflow"),
+    ("exp_overflow", lgamma, "overflow"),
     ("half_overflow", lambda: squared(1e20, torch.bfloat16), "overflow"),
     ("overflow", half_attention, "half_overflow"),
     ("half_overflow", scaled_gradient, "half_gradient_overflow"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from nan_detector._causes import cause
 from nan_detector._diagnosis import matrices
 from nan_detector._diagnosis.division import zero_denominator
-from nan_detector._diagnosis.dtypes import exp_limit, plain, safe_eps
+from nan_detector._diagnosis.dtypes import plain, safe_eps
 from nan_detector._diagnosis.facts import (
     Rule,
     base_op,
@@ -20,7 +20,7 @@ from nan_detector._diagnosis.facts import (
     operands,
 )
 from nan_detector._diagnosis.numbers import number, share
-from nan_detector._diagnosis.reach import exp_overflows, power
+from nan_detector._diagnosis.reach import argument_limit, exp_overflows, power
 from nan_detector._records import Cause, TensorStats
 from nan_detector._trace import Birth, BirthKind, Trace
 
@@ -150,12 +150,12 @@ def exp_came_back(birth: Birth, trace: Trace) -> Cause | None:
     inputs = birth.forward_inputs[0]
     if inputs.max is None or not exp_overflows(made_by, inputs.max, inputs.dtype):
         return None
-    limit = exp_limit(inputs.dtype)
+    limit = argument_limit(made_by, inputs.dtype)
     return cause(
         "exp_overflow",
         f"{made_by} overflows above {limit:.4g} in {plain(inputs.dtype)}, and its input reached {number(inputs.max)}.",
         "Nobody saw the inf in the forward; the backward multiplies a gradient with it.",
-        fix=f"x.clamp(max={int(limit) - 1}).exp(), or the stable form (sigmoid, softplus, log_softmax)",
+        fix=f"x.clamp(max={int(limit) - 1}).{made_by}(), or the stable form (sigmoid, softplus, log_softmax)",
     )
 
 

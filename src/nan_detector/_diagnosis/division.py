@@ -203,7 +203,8 @@ def _is_count(birth: Birth, stats: TensorStats | None) -> bool:
     if stats is None or whole is None:
         return _counts_divide(birth)
     least = whole.min_nonzero
-    counted = mentions(birth, r"/.*(\.sum\(|count|len|mask|num|valid|\bn\b)")
+    words = birth.call if "/" in (birth.call or "") else source_text(birth)
+    counted = re.search(r"/.*(\.sum\(|count|len|mask|num|valid|\bn\b)", words or "", re.IGNORECASE) is not None
     return "int" in stats.dtype or (counted and (least is None or (least >= 1 and least == int(least))))
 
 

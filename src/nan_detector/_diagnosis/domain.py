@@ -79,7 +79,7 @@ def log_of_negative(birth: Birth, trace: Trace) -> Cause | None:
     if edges[0] == 0 and _tiny_beside(stats.min, whole.max):
         rounding = "They are below 0 by rounding errors only: something that cancels comes before."
     fix = None
-    if mentions(birth, r"tanh|\*\*\s*2|pow\(2\)") and mentions(birth, r"1(\.0*)?\s*-"):
+    if mentions(birth, r"tanh|log_?p|action") and mentions(birth, r"1(\.0*)?\s*-.*(\*\*\s*2|pow\(2\)|square)"):
         fix = (
             "1 - a**2 must use the a = tanh(u) before it is scaled; stable: 2 * (math.log(2) - u - F.softplus(-2 * u))"
         )

@@ -12,6 +12,8 @@ Rule = Callable[[Birth, Trace], "Cause | None"]
 
 #: Kinds of birth in which an operation of the step made the value.
 OPERATION_KINDS = (BirthKind.OPERATION.value, BirthKind.INTENDED_MET.value, BirthKind.INTENDED_REACHED.value)
+#: A lineage of this many sites may have been cut off.
+_SITES_SHOWN = 20
 #: The note on a birth in the backward of a user's autograd.Function.
 CUSTOM_FUNCTION = "custom_function"
 #: Matrix products: an element of the result sums over a row and a column.
@@ -93,8 +95,7 @@ def is_custom(birth: Birth) -> bool:
     """True for a birth in the code of a user's `autograd.Function.backward`."""
     if birth.phase != "backward":
         return False
-    own_method = birth.location is not None and birth.location.function == "backward"
-    return CUSTOM_FUNCTION in birth.note or (birth.derivative_of is None and own_method)
+    return CUSTOM_FUNCTION in birth.note or (birth.derivative_of is None and _method(birth) == "backward")
 
 
 def is_derivative(birth: Birth) -> bool:
@@ -104,8 +105,26 @@ def is_derivative(birth: Birth) -> bool:
 
 def in_backward(birth: Birth) -> bool:
     """True for a gradient; a forward that is computed again during the backward (checkpointing) makes none."""
-    again = birth.derivative_of is None and birth.location is not None and birth.location.function == "forward"
+    again = birth.derivative_of is None and _method(birth) == "forward"
     return birth.phase == "backward" and not again
+
+
+def on_gradients(birth: Birth, trace: Trace) -> bool:
+    """True for the user's own arithmetic on gradients after the backward: unscaling, clipping by hand."""
+    if is_derivative(birth) or not by_operation(birth):
+        return False
+    return birth.phase in ("backward", "optimizer") or (trace.reached == ("gradient",) and not _met_backward(trace))
+
+
+def _met_backward(trace: Trace) -> bool:
+    """True when the lineage passed the backward; also where the list of sites is too short to tell, or missing."""
+    cut_off = len(trace.spread) == 0 or len(trace.spread) >= _SITES_SHOWN
+    return cut_off or any(site.phase == "backward" for site in trace.spread)
+
+
+def _method(birth: Birth) -> str:
+    """Name of the function at the birth without its class: 'MySqrt.backward' gives 'backward'."""
+    return birth.location.function.rpartition(".")[2] if birth.location is not None else ""
 
 
 def user_written(birth: Birth, *ops: str) -> bool:
@@ -213,5 +232,6 @@ def in_optimizer_step(birth: Birth) -> bool:
 
 
 def only_gradients(trace: Trace) -> bool:
-    """True when a birth of the forward left the loss finite and reached nothing but gradients."""
-    return trace.birth is not None and trace.birth.phase != "backward" and trace.reached == ("gradient",)
+    """True when a birth of the forward left the loss finite and reached gradients alone, through the backward."""
+    in_forward = trace.birth is not None and trace.birth.phase != "backward"
+    return in_forward and trace.reached == ("gradient",) and _met_backward(trace)

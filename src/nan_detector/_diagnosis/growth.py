@@ -27,7 +27,8 @@ class Growth:
     @property
     def factor(self) -> float:
         """Mean factor per step (geometric)."""
-        return math.exp((math.log(self.last) - math.log(self.first)) / self.steps)
+        exponent = (math.log(self.last) - math.log(self.first)) / self.steps
+        return math.exp(min(exponent, 709.0))
 
 
 def growth(series: Sequence[float]) -> Growth | None:

@@ -13,9 +13,9 @@ from nan_detector._diagnosis.facts import (
     by_operation,
     has_inf,
     in_optimizer_step,
-    is_derivative,
     made_nan,
     mentions,
+    on_gradients,
     op_of,
     operand,
     operands,
@@ -58,7 +58,9 @@ def learning_rate_non_finite(birth: Birth, trace: Trace) -> Cause | None:
     if math.isfinite(last):
         last = _value(birth)
     before = [r for r in trace.learning_rates if math.isfinite(r)][-3:]
-    said = f"The learning rate is {short(last)}" if not math.isfinite(last) else "The learning rate is not finite"
+    said = "The learning rate is not finite" if math.isfinite(last) else f"The learning rate is {short(last)}"
+    if "complex" in birth.note:
+        said = "The learning rate is complex: in Python a negative number to a fractional power is"
     said += f"; the steps before had {', '.join(short(r) for r in before)}." if before else "."
     hint = None
     if (before and before[-1] == 0) or (len(before) > 1 and before[-1] < before[0] and math.isnan(last)):
@@ -76,7 +78,8 @@ def hyperparameter_non_finite(birth: Birth, trace: Trace) -> Cause | None:
     scale = _named(birth, _SCALES) and _says_non_finite(birth)
     if not option and not scale:
         return None
-    return cause("hyperparameter_non_finite", f"{birth.tensor_name or birth.op} is {number(_value(birth))}.")
+    value = "complex" if "complex" in birth.note else short(_value(birth))
+    return cause("hyperparameter_non_finite", f"{birth.tensor_name or birth.op} is {value}.")
 
 
 def loss_scale_zero(birth: Birth, trace: Trace) -> Cause | None:
@@ -88,7 +91,8 @@ def loss_scale_zero(birth: Birth, trace: Trace) -> Cause | None:
     if op_of(birth) == "amp_foreach_non_finite_check_and_unscale":
         inverse = next((s for s in operands(birth)[-1:] if has_inf(s)), None)
         return cause("loss_scale_zero", "The inverse of the loss scale is inf.") if inverse is not None else None
-    if not user_written(birth, "div", "reciprocal") or birth.phase not in ("loss", "backward", "optimizer"):
+    in_loop = on_gradients(birth, trace) or birth.phase == "loss"
+    if not user_written(birth, "div", "reciprocal") or not in_loop:
         return None
     below = operand(birth, 1 if op_of(birth) == "div" else 0)
     if below is None or below.numel != 1 or not below.zero_count:
@@ -122,7 +126,7 @@ def clip_norm_overflow(birth: Birth, trace: Trace) -> Cause | None:
     """The gradients are finite, their norm is not."""
     if any(s.bad_count for s in operands(birth)) or not by_operation(birth):
         return None
-    outside = birth.phase in ("optimizer", "backward") and not is_derivative(birth)
+    outside = on_gradients(birth, trace)
     by_hand = outside and op_of(birth) in ("norm", "pow", "mul", "sum", "dot") and mentions(birth, _CLIP)
     by_norm = outside and op_of(birth) == "norm" and not in_optimizer_step(birth)
     if not _is_clip(birth) and not by_hand and not by_norm:

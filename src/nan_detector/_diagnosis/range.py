@@ -26,6 +26,7 @@ from nan_detector._diagnosis.reach import (
     CASTS,
     EXPONENTIALS,
     SUMS,
+    argument_limit,
     exp_overflows,
     overflowed,
     power,
@@ -49,7 +50,7 @@ def exp_overflow(birth: Birth, trace: Trace) -> Cause | None:
     top = max(stats.max, -stats.min) if op in ("sinh", "cosh") else stats.max
     if not exp_overflows(op, top, dtype):
         return None
-    limit = exp_limit(dtype) / EXPONENTIALS[op](1.0) if op == "exp2" else exp_limit(dtype) - EXPONENTIALS[op](0.0)
+    limit = argument_limit(op, dtype)
     bad = birth.guilty_count or (birth.output.bad_count if birth.output is not None else 0)
     total = birth.output.numel if birth.output is not None else everything.numel
     count = share(bad, total, "arguments") if bad else "arguments are"

@@ -90,6 +90,12 @@ def exp_overflows(op: str, argument: float, dtype: str) -> bool:
     return EXPONENTIALS[op](argument) >= exp_limit(dtype)
 
 
+def argument_limit(op: str, dtype: str) -> float:
+    """The argument from which on the exponential `op` is infinite in `dtype`."""
+    scale = EXPONENTIALS[op](1.0) if op == "exp2" else 1.0
+    return (exp_limit(dtype) - EXPONENTIALS[op](0.0)) / scale
+
+
 def power(birth: Birth) -> tuple[TensorStats | None, TensorStats | None, float | TensorStats | None]:
     """Base (at the guilty elements, whole) and exponent of a power; the exponent a number or a tensor's statistics."""
     if birth.op.strip("_").endswith("square"):

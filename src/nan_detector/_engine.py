@@ -16,17 +16,18 @@ from nan_detector._before import before_sentences
 from nan_detector._book import Book
 from nan_detector._config import Config, Policy, Replay, Watch, policy_named
 from nan_detector._errors import NonFiniteError
-from nan_detector._gate import Reading, Suspicion, column_names, confirm, measure, take
+from nan_detector._gate import Reading, Suspicion, column_names, confirm, measure, take, without_scale
 from nan_detector._hit import Finding, complete, investigate, new_event, weights_state
 from nan_detector._hyper import bad_hyperparameter
 from nan_detector._naming import Names
-from nan_detector._quiet import quiet
+from nan_detector._quiet import hidden, quiet
 from nan_detector._recorder import Recorder
 from nan_detector._records import GradEvent, NaNEvent, StepRow, WarningRecord
 from nan_detector._roots import Roots
+from nan_detector._scaling import Skips, knows_scale, scale_in_use, skips_itself, still_scaled
 from nan_detector._session import Session, session
 from nan_detector._skip import cancelled, closure_of, is_stand_in, judged
-from nan_detector._state import is_replaying, logger, strict
+from nan_detector._state import BUG, is_replaying, logger, strict
 from nan_detector._stepped import Stepped
 from nan_detector._summary import headline
 from nan_detector._tape import Entry
@@ -48,8 +49,10 @@ class Engine:
         self.models = models
         self.config = config
         self.book = book
-        self.names = Names(models)
+        with hidden():
+            self.names = Names(models)
         self.recorder = Recorder(config.history)
+        self._skips = Skips()
         self.lock = threading.RLock()
         self.overheads: deque[float] = deque(maxlen=OVERHEAD_STEPS)
         self.told_step: int | None = None
@@ -84,12 +87,14 @@ class Engine:
 
     def close(self, current: Session, error: BaseException | None) -> None:
         """Judge what is left and leave no hook behind."""
-        self.contain(lambda: self._finish(current, error))
-        self._kind.close()
-        self.roots.remove()
-        current.users -= 1
-        if current.users == 0:
-            current.close()
+        try:
+            self.contain(self._finish, current, error)
+        finally:
+            self._kind.close()
+            self.roots.remove()
+            current.users -= 1
+            if current.users == 0:
+                current.close()
 
     def add(self, model: torch.nn.Module) -> None:
         """Watch one more model."""
@@ -114,7 +119,7 @@ class Engine:
             self.standing_down = True
             if strict():
                 raise
-            logger.exception("nan_detector has a bug and stands down; training goes on unwatched. Please report this.")
+            logger.exception(BUG)
             return None
         finally:
             self._spent += time.perf_counter() - started
@@ -175,6 +180,12 @@ class Engine:
         """The gate. None lets the step through; a replaced call takes its place."""
         if self.standing_down or is_stand_in(optimizer):
             return None
+        return self.contain(self._before_step, optimizer, args, kwargs, current)
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any, current: Session) -> tuple[Any, Any] | None:
+        if current.broken:
+            self.standing_down = True
+            return None
         stepped = self._stepped(optimizer)
         if not stepped.owned:
             return None
@@ -184,8 +195,7 @@ class Engine:
         current.gates += 1
         if closure_of(args, kwargs) is not None:
             return self._gate_closure(optimizer, args, kwargs, current)
-        refuse = self.contain(self._gate, optimizer, current)
-        return cancelled(optimizer, args, kwargs) if refuse else None
+        return cancelled(optimizer, args, kwargs) if self._gate(optimizer, current) else None
 
     def _gate_closure(self, optimizer: Any, args: Any, kwargs: Any, current: Session) -> tuple[Any, Any] | None:
         """`step(closure)`: the gradients do not exist yet; judge after the closure has made them."""
@@ -226,15 +236,22 @@ class Engine:
         pending = tape.pending()
         if pending and not self.roots.armed and not self._has_moment(current):
             self.roots.arm_children()
-        losses = [loss for e in pending for loss in e.losses]
+        losses = [loss for e in pending for loss in e.unscaled or e.losses]
+        scale = scale_in_use(current)
         stepped = self._stepped(optimizer) if optimizer is not None else None
-        columns, extra = self._kind.collect()
         with quiet():
+            columns, extra = self._kind.collect()
             if given is None and stepped is not None:
                 names, grads = stepped.gradients()
             else:
                 names, grads = [n for n, _ in given or ()], [g for _, g in given or ()]
+            if scale is not None:
+                extra = scale.reshape(1) if extra is None else torch.cat([extra, scale.reshape(1).to(extra)])
             reading, extremes = measure(grads, losses, extra)
+        factor = extremes.pop() if scale is not None else None
+        if scale is not None and factor is not None and still_scaled(optimizer):
+            reading = without_scale(reading, scale, factor)
+        overflow = scale is not None and optimizer is None
         problem = bad_hyperparameter(optimizer) if optimizer is not None else None
         if problem is not None and problem.kind == "negative":
             problem = None
@@ -244,6 +261,8 @@ class Engine:
             suspicion = confirm(names, grads, losses)
             if problem is not None:
                 suspicion = Suspicion(suspicion.losses, suspicion.gradients, suspicion.loss, problem)
+            elif scale is not None and suspicion and not suspicion.losses and skips_itself(optimizer):
+                suspicion, overflow = Suspicion(), True
             if suspicion and not self._others_loss(current, suspicion, pending, grads):
                 try:
                     refuse = self._hit(current, suspicion, pending, optimizer)
@@ -252,16 +271,36 @@ class Engine:
                     tape.judged(keep_alive=True)
                     self._kind.next_step()
                     raise
+                overflow = False
             else:
                 suspicion = None
-        self._record(reading, names, bool(losses), stepped, current)
+        if scale is not None:
+            if overflow:
+                suspicion = self._overflowed(current, pending)
+            elif not suspicion:
+                self._skips.over(current.scaler)
+        self._record(reading, names, bool(losses), stepped, factor)
         if not suspicion:
             if reading.largest is not None and reading.largest > self.config.grad_norm_warn:
                 self._warn_of_norms(reading, names)
             self._kind.healthy(current, columns, extremes)
-        tape.judged(keep_alive=len(self.optimizers) != 1 or self.groups < 2)
+        with hidden():
+            tape.judged(keep_alive=len(self.optimizers) != 1 or self.groups < 2)
         self._kind.next_step()
         return refuse
+
+    def _overflowed(self, current: Session, pending: list[Entry]) -> Suspicion | None:
+        """A GradScaler skips this step: its own business, unless the step is bad without any scale as well."""
+        look = self._skips.worth_a_look(current.scaler) and knows_scale(current.tape)
+        if not look or self.config.replay is Replay.OFF:
+            return None
+        with current.off():
+            finding = investigate(current.tape, self.models, self.config.replay_budget_s, unscaled=True)
+        if finding.trace is None or finding.trace.birth is None:
+            return None
+        suspicion = Suspicion(note="gradients are not finite at any loss scale: the GradScaler would skip such steps for ever")
+        self._hit(current, suspicion, pending, None, finding)
+        return suspicion
 
     def _others_loss(self, current: Session, suspicion: Suspicion, pending: list[Entry], grads: list[Tensor]) -> bool:
         """True when the only thing bad is the loss of a model that this detector does not watch."""
@@ -279,16 +318,16 @@ class Engine:
         return True
 
     def _record(
-        self, reading: Reading, names: list[str], has_loss: bool, stepped: Stepped | None, current: Session
+        self, reading: Reading, names: list[str], has_loss: bool, stepped: Stepped | None, scale: float | None
     ) -> None:
         if not names and not has_loss:
             return
-        width = reading.row.numel()
+        with hidden():
+            width = reading.row.numel()
         columns = stepped.columns(names, has_loss, width) if stepped is not None else column_names(names, has_loss, width)
         optimizer = stepped.optimizer() if stepped is not None else None
         rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
         lr = float(rate) if isinstance(rate, (int, float)) else None
-        scale = current.scaler_scale if current.scaler is not None else None
         with quiet(), self.lock:
             self.recorder.set_columns(columns)
             self.recorder.append(self.step, reading.row, lr, scale)
@@ -302,8 +341,12 @@ class Engine:
         pairs = list(parameters_with_gradients(self.names))
         if not pairs:
             return False
-        with session().off():
-            reading, _ = take([g for _, g in pairs], ())
+        current = session()
+        factor = current.gradient_scale
+        with current.off():
+            reading, values = take([g for _, g in pairs], (), factor)
+            if factor is not None:
+                reading = without_scale(reading, factor, values[0])
         return self._warn_of_norms(reading, [n for n, _ in pairs])
 
     def _warn_of_norms(self, reading: Reading, names: list[str]) -> bool:
@@ -327,7 +370,14 @@ class Engine:
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def _hit(self, current: Session, suspicion: Suspicion, pending: list[Entry], optimizer: Any) -> bool:
+    def _hit(
+        self,
+        current: Session,
+        suspicion: Suspicion,
+        pending: list[Entry],
+        optimizer: Any,
+        finding: Finding | None = None,
+    ) -> bool:
         """A confirmed bad step: write it down, find out, act. True when the step must not be taken."""
         known = self.config.stop_on_first and any(e.severity == "error" for e in self.book.events)
         if known and self.config.on_nan in (Policy.STOP, Policy.SKIP, Policy.WARN):
@@ -339,7 +389,7 @@ class Engine:
             micro_step=max(0, len(pending) - 1),
         )
         self.book.provisional(event)
-        event = self._explained(current, event, suspicion, optimizer)
+        event = self._explained(current, event, suspicion, finding)
         event = replace(event, sample_id=self._ids(event.sample_index) or event.sample_id)
         policy = self._policy(event)
         bad = weights_state(self.names.parameters(), ())
@@ -351,10 +401,12 @@ class Engine:
         self.book.final(event)
         return self._act(policy, event)
 
-    def _explained(self, current: Session, event: NaNEvent, suspicion: Suspicion, optimizer: Any) -> NaNEvent:
+    def _explained(
+        self, current: Session, event: NaNEvent, suspicion: Suspicion, finding: Finding | None
+    ) -> NaNEvent:
         """`_explain`, or the provisional event made final: a bug in the search must not cost the protection."""
         try:
-            return self._explain(current, event, suspicion, optimizer)
+            return self._explain(current, event, suspicion, finding)
         except Exception as error:
             if strict():
                 raise
@@ -363,14 +415,18 @@ class Engine:
                 event, status="final", notes=(*event.notes, f"the search failed: {type(error).__name__}: {error}")
             )
 
-    def _explain(self, current: Session, event: NaNEvent, suspicion: Suspicion, optimizer: Any) -> NaNEvent:
+    def _explain(
+        self, current: Session, event: NaNEvent, suspicion: Suspicion, finding: Finding | None
+    ) -> NaNEvent:
         steps, columns = self.recorder.columns(200)
         history = {k: tuple(v) for k, v in columns.items()}
         if suspicion.hyper is not None and not suspicion.losses and not suspicion.gradients:
             from nan_detector._optimizer_events import hyper_event
 
             return hyper_event(event, suspicion.hyper, before_sentences(columns, steps, layer=None))
-        if self.config.replay is Replay.OFF:
+        if finding is not None:
+            pass  # known already
+        elif self.config.replay is Replay.OFF:
             finding = Finding(notes=("replay='off': only what the gate saw is known",))
         else:
             finding = self._kind.explain(current, suspicion)

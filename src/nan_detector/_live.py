@@ -7,12 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nan_detector._naming import Names
 from nan_detector._state import is_replaying
 from nan_detector._tracer import OpTracer
 
 Tensor = torch.Tensor
+
+
+#: Attributes in which PyTorch keeps what it needs to take a mode off the stack.
+_OF_THE_MODE = frozenset(vars(TorchDispatchMode()))
 
 
 class Live:
@@ -44,21 +49,30 @@ class Live:
 
     def close(self) -> None:
         """Stop tracing and take the hooks off."""
-        self.pause()
+        self._leave_stack()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def resume(self) -> None:
-        """Put the tracer on the stack."""
-        if not self._on and threading.get_ident() == self._thread:
+        """Trace on."""
+        if threading.get_ident() != self._thread:
+            return
+        self.tracer.paused = False
+        if not self._on:
             self.tracer.__enter__()
             self._on = True
 
-    def pause(self) -> bool:
-        """Take the tracer off the stack, wherever it stands. True when it was on it."""
+    def pause(self) -> None:
+        """Trace nothing, and leave the stack alone: other modes may stand above, or a backward may be running."""
+        if threading.get_ident() == self._thread:
+            self.tracer.paused = True
+
+    def _leave_stack(self) -> None:
+        """Take the tracer off the stack, wherever it stands; on another thread's it stays, and does nothing."""
+        self.tracer.paused = True
         if not self._on or threading.get_ident() != self._thread:
-            return False
+            return
         self._on = False
         above = []
         while torch._C._len_torch_dispatch_stack():
@@ -70,16 +84,16 @@ class Live:
             above.append(torch._C._pop_torch_dispatch_stack(None))
         for mode in reversed(above):
             torch._C._push_on_torch_dispatch_stack(mode)
-        return True
 
     def next_step(self) -> None:
-        """Forget the step."""
-        was_on = self.pause()
-        old = self.tracer
-        self.tracer = self.make()
-        self.tracer.module, self.tracer.phase = old.module, old.phase
-        if was_on:
-            self.resume()
+        """Forget the step.
+
+        The tracer stays the same object: modes entered above it must not change places with it, and when a backward
+        ends (an optimizer may step inside one) autograd puts back the stack that it found.
+        """
+        fresh, tracer = self.make(), self.tracer
+        fresh.module, fresh.phase, fresh.paused = tracer.module, tracer.phase, tracer.paused
+        vars(tracer).update((k, v) for k, v in vars(fresh).items() if k not in _OF_THE_MODE)
 
     def _enter(self, module: Any, args: Any) -> None:
         if threading.get_ident() != self._thread or torch.compiler.is_compiling() or is_replaying():

@@ -14,6 +14,7 @@ import torch
 
 from nan_detector._moment import Habits, Moment
 from nan_detector._session import Session, session
+from nan_detector._quiet import hidden
 from nan_detector._source import here
 from nan_detector._state import is_replaying
 from nan_detector._tape import Entry, autocast_state
@@ -65,6 +66,10 @@ class Roots:
         if id(model) not in self._handles:
             self._hook(model)
 
+    def watches(self, module: torch.nn.Module) -> bool:
+        """True for a module whose calls are kept."""
+        return id(module) in self._handles
+
     def remove(self) -> None:
         """Take every hook off."""
         for handles in self._handles.values():
@@ -88,10 +93,19 @@ class Roots:
         current = session()
         if not current.roots:
             self.on_enter(current, torch.is_grad_enabled())
+        depth = len(current.roots)
         self.contain(self._enter, current, module, args, kwargs)
+        if len(current.roots) == depth:
+            current.roots.append(None)  # it failed: its end must not be taken for that of another detector's root
 
     def _enter(self, current: Session, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        if current.roots or current.busy or current.paused > len(current.stepping) or self._parameters_swapped(module):
+        if (
+            current.roots
+            or current.busy
+            or current.broken
+            or current.paused > len(current.stepping)
+            or self._parameters_swapped(module)
+        ):
             # Inside another root, another call's handler, or the user's own functional_call (whose parameters are made
             # by recorded calls): its operations are recorded one by one, or belong to the outer call.
             current.roots.append(None)
@@ -102,20 +116,21 @@ class Roots:
             habits = self.habits[id(module)] = Habits(module)
         popped = current.pop()
         try:
-            moment = habits.start(module)
-            entry = Entry(
-                func=module,
-                args=current.tape.encode(args),
-                kwargs=current.tape.encode(kwargs) if kwargs else {},
-                mark=here(4),
-                grad_enabled=torch.is_grad_enabled(),
-                autocast=autocast_state(),
-                kind="root",
-                extra=moment,
-                owner=module,
-            )
-            if habits.writes_inputs:
-                self._save_inputs(entry)
+            mark, grad_enabled = here(4), torch.is_grad_enabled()
+            with hidden():
+                entry = Entry(
+                    func=module,
+                    extra=habits.start(module),
+                    args=current.tape.encode(args),
+                    kwargs=current.tape.encode(kwargs) if kwargs else {},
+                    mark=mark,
+                    grad_enabled=grad_enabled,
+                    autocast=autocast_state(),
+                    kind="root",
+                    owner=module,
+                )
+                if habits.writes_inputs:
+                    self._save_inputs(entry)
         except BaseException:
             if popped:
                 current.push()
@@ -137,7 +152,8 @@ class Roots:
         current.paused -= 1
         if owner is not module:  # an inner call that raised before its hook ran: not ours to account for
             current.roots.clear()
-        self.contain(self._leave, current, entry, output)
+        with hidden():
+            self.contain(self._leave, current, entry, output)
         if popped or current.home:
             current.push()
 

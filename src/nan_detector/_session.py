@@ -61,7 +61,7 @@ class Session:
         self.stepping: list[Any] = []  # optimizers whose step is running
         self.gates = 0  # optimizer steps that reached a pre-hook
         self.scaler: Any = None  # the GradScaler whose `step` is running
-        self.scaler_scale: float | None = None
+        self.gradient_scale: Tensor | None = None  # what the gradients are multiplied by until they are unscaled
         self.spent = 0.0  # seconds in recording since the last gate
         self.compiled: list[list[Any]] = []  # calls of compiled code: frame, whether the mode was on before, entered
 
@@ -195,7 +195,9 @@ class Session:
                     entry.scalar = out
             elif kind is CallKind.BACKWARD:
                 with hidden():
-                    entry.losses = tuple(t.detach() for t in _roots_of_backward(args, kwargs) if t.numel() == 1)
+                    roots = [t for t in _roots_of_backward(args, kwargs) if t.numel() == 1]
+                    entry.losses = tuple(t.detach() for t in roots)
+                    self._before_scaling(entry, roots)
             self.tape.add(entry, out)
         except Exception as bug:
             self.failed(bug)
@@ -247,6 +249,41 @@ class Session:
             entry.generators = tuple((g, g.get_state()) for g in gens)
         return entry
 
+    def _before_scaling(self, entry: Entry, roots: list[Tensor]) -> None:
+        """Of a backward from what a GradScaler scaled: the losses themselves, which alone are the training's."""
+        makers = [self.tape.made_by(t) for t in roots]
+        if not any(m is not None and m.kind == "scale" for m in makers):
+            return
+        before = []
+        for t, maker in zip(roots, makers, strict=True):
+            if maker is not None and maker.kind == "scale":
+                position = next(i for i, ref in enumerate(maker.made) if ref() is t)
+                before.append(maker.unscaled[position])
+                self.gradient_scale = maker.args[1].tensor
+            else:
+                before.append(t.detach())
+        entry.unscaled = tuple(before)
+
+    def scaled(self, scaler: Any, outputs: Any, original: Callable[..., Any]) -> Any:
+        """`GradScaler.scale` as one entry: the replay must be able to tell its overflow from the training's own."""
+        mode = self.mode
+        inert = mode is None or mode.session is None or self.paused or self.busy or not scaler.is_enabled()
+        if inert or not isinstance(outputs, (Tensor, list, tuple)) or _functorch_level() is not None:
+            return original(scaler, outputs)
+        mark = here(4)
+        self.paused += 1
+        try:
+            out = original(scaler, outputs)
+            # `update` writes the scale in place: the replay needs the one that was used.
+            factor = scaler._scale.detach().clone()
+        finally:
+            self.paused -= 1
+        entry = self._entry(scale, (outputs, factor), {}, mark, CallKind.PLAIN)
+        entry.kind = "scale"
+        entry.unscaled = tuple(t.detach() for t in tensors_in(outputs))
+        self.tape.add(entry, out)
+        return out
+
     def _save_target(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a write in place: keep a copy of what stood there, when it came from outside the step."""
         targets = list(tensors_in(args[:1]))
@@ -282,6 +319,13 @@ class Session:
             self.paused -= 1
         self.tape.add(entry, out)
         return out
+
+
+def scale(outputs: Any, factor: Tensor) -> Any:
+    """What a GradScaler's `scale` computes."""
+    if isinstance(outputs, Tensor):
+        return outputs * factor.to(outputs.device)
+    return type(outputs)(scale(o, factor) for o in outputs)
 
 
 def _holds_tensor(out: Any) -> bool:

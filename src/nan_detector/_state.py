@@ -11,6 +11,10 @@ from collections.abc import Iterator
 logger = logging.getLogger("nan_detector")
 
 
+#: What is logged, with the traceback, when we fail ourselves.
+BUG = "nan_detector has a bug and stands down; training goes on unwatched. Please report this."
+
+
 class _Local(threading.local):
     replaying: int = 0
 

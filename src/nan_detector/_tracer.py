@@ -30,6 +30,9 @@ MAX_DESCRIBED = 40
 #: Inputs of forward operations kept for the description of a bad derivative, in bytes.
 KEEP_INPUT_BYTES = 64 * 2**20
 
+#: Nodes that one operation can have: one for each nested transform, and for each view of what it wrote.
+MAX_LEVELS = 16
+
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _sum = torch.ops.aten.sum.default
 _sum_as = torch.ops.aten.sum.dim_IntList
@@ -105,7 +108,10 @@ class OpTracer(TorchDispatchMode):
         self.last_scalar: Line = EMPTY
         self.on_scalar: Callable[[Line], None] | None = None
         self.leaves: dict[int, weakref.ref[Tensor]] = {}  # leaves that require grad, of a live trace
+        self.transformed = False  # inside a transform of torch.func
         self._by_sequence: dict[int, OpRecord] = {}
+        self._numbered = _sequence_number()
+        self._wrote: OpRecord | None = None  # the last operation, if it wrote in place
         self._made: set[int] = set()
         self._checked: dict[int, Any] = {}
         self._input_bytes = 0
@@ -125,8 +131,9 @@ class OpTracer(TorchDispatchMode):
             if self.on_leaf is not None and isinstance(args[0], Tensor) and args[0].requires_grad and args[0].is_leaf:
                 self.on_leaf(args[0])
             out = func(*args, **kwargs)
-            if _current_node() is None and isinstance(args[0], Tensor) and args[0].requires_grad:
-                self._remember_view(info)
+            tracked = isinstance(args[0], Tensor) and args[0].requires_grad
+            if _current_node() is None and (tracked or self.transformed):
+                self._remember_view(info, tracked)
             return out
         if info.collective:
             raise ReplayRefused(f"the step talks to other processes ({info.aten}), which a replay must not do")
@@ -188,12 +195,13 @@ class OpTracer(TorchDispatchMode):
                 if t.requires_grad and t.is_leaf:
                     self.on_leaf(t)
         record.args = _plain_arguments(info, args)
-        if any(t.requires_grad for t in ins):
-            # The node that this operation gets was numbered just before it was dispatched. A record inside another
-            # node's backward (create_graph, a recomputation) explains the new node by the one that made it.
-            self._by_sequence.setdefault(
-                _sequence_number() - 1, record if node is None or record.own_frame else record.forward or record
-            )
+        # A record inside another node's backward (create_graph, a recomputation) explains the new node by the one that
+        # made it.
+        self._number(
+            record if node is None or record.own_frame else record.forward or record,
+            any(t.requires_grad for t in ins),
+        )
+        self._wrote = record if info.mutates else None
         if ins:
             self.last = record  # the last operation that could carry a bad value
         return record
@@ -220,10 +228,27 @@ class OpTracer(TorchDispatchMode):
             record.node = node.name()
         return record
 
-    def _remember_view(self, info: OpInfo) -> None:
+    def _number(self, record: OpRecord, tracked: bool) -> None:
+        """Nodes of the graph that were made since the last operation: which operation they are the derivative of.
+
+        The node that an operation gets is numbered just before it is dispatched. A write into a view makes another
+        one (CopySlices) after it, and under a transform of torch.func each level has a node of its own.
+        """
+        first, self._numbered = self._numbered, _sequence_number()
+        last = self._numbered
+        if tracked:
+            last -= 1
+            self._by_sequence.setdefault(last, record)
+        owner = self._wrote if self._wrote is not None else record if self.transformed else None
+        if owner is not None and first >= last - MAX_LEVELS:
+            for number in range(first, last):
+                self._by_sequence.setdefault(number, owner)
+
+    def _remember_view(self, info: OpInfo, tracked: bool) -> None:
         mark = here_until(self.barrier or _NOWHERE, 3) or self.mark
         record = OpRecord(self.operations, info, self.phase, mark, self.module, self.api)
-        self._by_sequence.setdefault(_sequence_number() - 1, record)
+        self._number(record, tracked)
+        self._wrote = None
 
     def _keep(self, ins: list[Tensor]) -> list[Any]:
         kept: list[Any] = []

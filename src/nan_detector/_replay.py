@@ -30,6 +30,8 @@ from nan_detector._tracer import OpTracer
 
 Tensor = torch.Tensor
 
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+
 
 @dataclass
 class Replayed:
@@ -53,6 +55,10 @@ class Replayed:
         return sum(end < operation for end in self.backward_ends)
 
 
+class _Lost(ReplayRefused):
+    """An argument of a recorded call cannot be made again."""
+
+
 class Step:
     """A replay in progress: decodes tokens, makes the calls, remembers their results."""
 
@@ -63,7 +69,9 @@ class Step:
         models: dict[str, torch.nn.Module],
         names: Names,
         deadline: float,
+        unscaled: bool = False,
     ) -> None:
+        self.unscaled = unscaled  # every loss scale is taken to be 1
         self.entries = entries
         self.models = models
         self.names = names
@@ -78,17 +86,14 @@ class Step:
         self.replayed = Replayed(self.tracer)
         self._made_inputs: dict[int, tuple[BirthKind, str]] = {}
         self._own: set[int] = set()
+        self._own_leaves: set[int] = set()
         self._stashed: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def _stash(self, leaf: Tensor) -> None:
         """A leaf that is not the replay's own takes part: its `.grad` is put aside, so that nothing flows into it."""
-        if id(leaf) not in self._stashed:
+        if id(leaf) not in self._stashed and id(leaf) not in self._own_leaves:
             self._stashed[id(leaf)] = (leaf, leaf.grad)
-            if leaf.grad is not None and not self._is_own_leaf(leaf):
-                leaf.grad = None
-
-    def _is_own_leaf(self, leaf: Tensor) -> bool:
-        return any(leaf is t for t in self.aliases.values()) or any(leaf is t for t in self.locals.values())
+            leaf.grad = None
 
     # -- names -------------------------------------------------------------------------------------------------------
 
@@ -106,7 +111,7 @@ class Step:
         if isinstance(value, Made):
             made = self.results.get(value.entry)
             if made is None or value.position >= len(made):
-                raise ReplayRefused("a tensor that the step used was made before what was kept of it")
+                raise _Lost("a tensor that the step used was made before what was kept of it")
             return made[value.position]
         if isinstance(value, Outside):
             return self._outside_value(value)
@@ -134,6 +139,7 @@ class Step:
             if token.opaque or (token.leaf and token.tensor.requires_grad):
                 # Gradients must flow into the replay's own leaf, never into the user's.
                 local = local.detach().requires_grad_()
+                self._own_leaves.add(id(local))
             if token.opaque:
                 self.replayed.opaque.append(token.name or f"a tensor of shape {tuple(local.shape)}")
             self.locals[token.ident] = local
@@ -196,8 +202,16 @@ class Step:
         if moment is not None:
             self._restore_moment(moment)
             tracer.phase = "forward"
-        args, kwargs = self.decode(entry.args), self.decode(entry.kwargs)
+        try:
+            args, kwargs = self.decode(entry.args), self.decode(entry.kwargs)
+        except _Lost:
+            if entry.kind == "call":  # perhaps nothing that matters needs it; a backward that does will say so
+                return True
+            raise
         tracer.api_inputs = args
+        if self.unscaled and entry.kind == "scale":
+            with quiet():
+                args = (args[0], torch.ones_like(args[1]))
         if moment is not None:
             _refuse_iterators(args, kwargs)
         try:
@@ -237,7 +251,7 @@ class Step:
 
     def _compare(self, entry: Entry, roots: Any) -> None:
         mine = [t.detach() for t in tensors_in(roots) if t.numel() == 1]
-        if len(mine) != len(entry.losses):
+        if len(mine) != len(entry.losses) or (self.unscaled and entry.unscaled):
             return
         with quiet():
             same = all(_same_values(a, b) for a, b in zip(mine, entry.losses, strict=True))
@@ -290,6 +304,7 @@ class Step:
             for hook in (p._backward_hooks or {}).values():
                 alias.register_hook(hook)
             self.aliases[id(p)] = alias
+            self._own_leaves.add(id(alias))
         return alias
 
     def _name_outside(self) -> None:
@@ -343,7 +358,7 @@ class Step:
                 self.replayed.gradients[name or f"outside {token_id}"] = local.grad
         for leaf, before in self._stashed.values():
             # A parameter that the model keeps a reference to of its own, past the one that was swapped.
-            if leaf.grad is not None and leaf.grad is not before and not self._is_own_leaf(leaf):
+            if leaf.grad is not None and leaf.grad is not before:
                 known = self.names.of_memory(key_of(leaf))
                 self.replayed.gradients[known[1] if known is not None else f"leaf {id(leaf)}"] = leaf.grad
         for module, name, copy in self.buffer_copies:
@@ -380,12 +395,13 @@ class _ApiNames(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracer = self.tracer
-        outer = tracer.api, tracer.api_inputs
+        outer = tracer.api, tracer.api_inputs, tracer.transformed
         tracer.api, tracer.api_inputs = public_name(func), args
+        tracer.transformed = _functorch_level() is not None
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            tracer.api, tracer.api_inputs = outer
+            tracer.api, tracer.api_inputs, tracer.transformed = outer
 
 
 @contextlib.contextmanager

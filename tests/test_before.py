@@ -254,3 +254,13 @@ def test_a_clean_broken_line_is_found_exactly(start: int, rises: int, rate: floa
 )
 def test_numbers_are_written_as_people_write_them(value: float, said: str):
     assert number(value) == said
+
+
+def test_growth_that_the_fit_places_just_before_a_rate_jump_is_told_from_the_jump_on():
+    rate = [1e-3] * 60 + [1e-1] * 20
+    loss = [1.0] * 57 + [1.05, 1.2, 1.3] + [1.5 * 2.0**i for i in range(20)]
+    sentences = before_sentences({"loss": loss, "lr": rate}, list(range(80)), layer=None)
+    assert sentences[0] == "learning rate 0.001 → 0.1 at step 60"
+    assert sentences[1].endswith("since step 60")
+    alone = before_sentences({"loss": loss}, list(range(80)), layer=None)
+    assert not alone[0].endswith("since step 60")

@@ -37,6 +37,7 @@ _RISE_IN_NOISE = 8.0
 _SLOPE_IN_ERRORS = 7.0
 _LEAST_JUMP = math.log(100)
 _LEAST_SINGLE_STEP = math.log(30)
+_START_ERROR = 5  # rows by which the fitted start of a trend may be early
 _LR_JUMP = 3.0  # warm-up and one-cycle schedules stay below it once they are under way
 _SCALE_FALL = 2.0**8  # a GradScaler that starts at 65536 may well halve five times before it settles
 
@@ -49,6 +50,7 @@ class _Change:
     kind: str
     column: str
     strength: float = 0.0
+    step: int | None = None
 
 
 def before_sentences(
@@ -70,7 +72,9 @@ def before_sentences(
     for name, values in columns.items():
         if len(values) != len(steps):
             raise ValueError(f"columns[{name!r}] has {len(values)} values for {len(steps)} steps; give one per step.")
-    changes = [c for name, values in columns.items() for c in _changes(name, values, steps)]
+    rates = columns.get(LEARNING_RATE, ())
+    jump = next((c.step for c in _learning_rate(rates, steps)), None)
+    changes = [c for name, values in columns.items() for c in _changes(name, values, steps, jump)]
     by_kind: dict[str, _Change] = {}
     for change in sorted(changes, key=lambda c: (_belongs(c.column, layer), c.column == GRAD_NORM, c.strength)):
         by_kind[change.kind] = change  # one sentence per kind: the layer's own, else the total, else the strongest
@@ -91,14 +95,14 @@ def _rank(change: _Change, layer: str | None) -> int:
     return {LOSS_SCALE: 2, LOSS: 3, GRAD_NORM: 4, ABS_MAX_OF: 5}.get(change.kind, 6)
 
 
-def _changes(name: str, values: Sequence[float], steps: Sequence[int]) -> Iterator[_Change]:
+def _changes(name: str, values: Sequence[float], steps: Sequence[int], jump: int | None) -> Iterator[_Change]:
     if name == LEARNING_RATE:
         yield from _learning_rate(values, steps)
     elif name == LOSS_SCALE:
         yield from _loss_scale(values, steps)
     else:
         run = _last_run(values)
-        change = _jump(name, values, steps, run) or _growth(name, values, steps, run)
+        change = _jump(name, values, steps, run) or _growth(name, values, steps, run, jump)
         if change is not None:
             yield change
 
@@ -145,7 +149,7 @@ def _jump(name: str, values: Sequence[float], steps: Sequence[int], run: range) 
     return None
 
 
-def _growth(name: str, values: Sequence[float], steps: Sequence[int], run: range) -> _Change | None:
+def _growth(name: str, values: Sequence[float], steps: Sequence[int], run: range, jump: int | None) -> _Change | None:
     logs = [math.log(abs(values[i])) for i in run]
     trend = fit_growth(logs)
     if trend is None:
@@ -155,7 +159,10 @@ def _growth(name: str, values: Sequence[float], steps: Sequence[int], run: range
     factor = math.exp(min(rate, 80.0))
     pace = f"grew {number(factor, 2)}x per step" if factor >= 1.8 else f"doubled every {_doubling(rate)} steps"
     cut = start == 0 and len(run) == WINDOW
-    since = f"over the last {WINDOW} steps" if cut else f"since step {steps[run[start]]}"
+    first = steps[run[start]]
+    if jump is not None and first < jump <= steps[run[min(start + _START_ERROR, len(run) - 1)]]:
+        first = jump  # the fit places a start no better than this, and growth does not come before what caused it
+    since = f"over the last {WINDOW} steps" if cut else f"since step {first}"
     return _Change(f"{subject} {pace} {since}", kind, name, rate)
 
 
@@ -242,7 +249,7 @@ def _learning_rate(values: Sequence[float], steps: Sequence[int]) -> Iterator[_C
         jumped = math.isfinite(now) and now > 0 and last >= 0 and now >= _LR_JUMP * last and not _is_ramp(values, i)
         if broke or jumped:
             text = f"learning rate {number(last)} → {number(now)} at step {steps[i]}"
-            yield _Change(text, LEARNING_RATE, LEARNING_RATE)
+            yield _Change(text, LEARNING_RATE, LEARNING_RATE, step=steps[i])
             return
 
 

@@ -48,7 +48,9 @@ def line_of(mark: str) -> int:
 
 def _line_in(frame: FrameType, mark: str) -> int:
     found = [
-        i for i, text in enumerate(linecache.getlines(frame.f_code.co_filename), 1) if text.rstrip().endswith(f"# <-- {mark}")
+        i
+        for i, text in enumerate(linecache.getlines(frame.f_code.co_filename), 1)
+        if text.rstrip().endswith(f"# <-- {mark}")
     ]
     assert len(found) == 1, f"the mark {mark!r} stands on {len(found)} lines"
     return found[0]

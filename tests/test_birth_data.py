@@ -44,7 +44,12 @@ def test_a_bad_feature_is_named_by_the_parameter_of_forward_and_by_its_sample(va
     batches = pairs()
     batches[2][0][4, 1] = value
     event = born(
-        train(Regressor(), batches, mse), step=2, phase="data", tensor_name="features", sample_index=(4,), layer_name=None
+        train(Regressor(), batches, mse),
+        step=2,
+        phase="data",
+        tensor_name="features",
+        sample_index=(4,),
+        layer_name=None,
     )
     assert event.verdict == "data"
     assert event.output is not None and event.output.bad_count == 1
@@ -88,7 +93,13 @@ def test_what_only_looks_like_names_of_samples_is_not_shown() -> None:
         x = rows(i)
         if i == 1:
             x[2, 3] = INF
-        return {"pixel_values": x, "y": rows(i + 50, width=1), "input_ids": torch.zeros(6, 7), "grid": [1] * 6, "id": "run7"}
+        return {
+            "pixel_values": x,
+            "y": rows(i + 50, width=1),
+            "input_ids": torch.zeros(6, 7),
+            "grid": [1] * 6,
+            "id": "run7",
+        }
 
     det = train(FromDict(), [batch(i) for i in range(3)], lambda m, b: F.mse_loss(m(b), b["y"]))
     born(det, step=1, phase="data", sample_index=(2,), sample_id=())

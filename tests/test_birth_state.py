@@ -70,7 +70,14 @@ def test_a_parameter_that_nobody_filled() -> None:
             return x * self.gain
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), Scale(), torch.nn.Linear(4, 1))
-    born(train(model, pairs(), mse), step=0, phase="state", tensor_name="1.gain", layer_name="1", weights="damaged since step 0")
+    born(
+        train(model, pairs(), mse),
+        step=0,
+        phase="state",
+        tensor_name="1.gain",
+        layer_name="1",
+        weights="damaged since step 0",
+    )
 
 
 def test_a_parameter_whose_garbage_is_finite_but_huge_overflows_where_it_is_used() -> None:

@@ -82,6 +82,7 @@ TABLE = (
             "_replay",
             "_roots",
             "_samples",
+            "_scaling",
             "_session",
             "_skip",
             "_state",

@@ -41,6 +41,18 @@ class Reading:
         return not all(math.isfinite(v) for v in (self.loss, self.total, self.largest) if v is not None)
 
 
+def without_scale(reading: Reading, factor: Tensor, value: float) -> Reading:
+    """`reading` of gradients that a GradScaler multiplied by `factor`, in the units of the loss itself."""
+    inverse = 1.0 / value if value else math.inf
+    total, largest = (None if v is None else v * inverse for v in (reading.total, reading.largest))
+    with quiet():
+        row = reading.row.clone()
+        first = 0 if reading.loss is None else 1
+        row[first:] /= factor.to(row)
+        each = reading.norms / factor.to(reading.norms)
+    return Reading(row, each, reading.loss, total, largest)
+
+
 #: Up to this many gradients all norms are read, and the rest is arithmetic on the host: cheaper than three more kernels.
 FEW = 64
 
@@ -123,12 +135,15 @@ class Suspicion:
         losses: Positions of bad losses among those judged.
         gradients: Names of parameters whose gradient is bad.
         loss: Value of the first bad loss, or of the last one.
+        hyper: A hyperparameter that would damage the weights.
+        note: What else made it suspicious.
     """
 
     losses: tuple[int, ...] = ()
     gradients: tuple[str, ...] = ()
     loss: float | None = None
     hyper: Any = None
+    note: str = ""
 
     def __bool__(self) -> bool:
         return bool(self.losses or self.gradients or self.hyper)
@@ -145,6 +160,8 @@ class Suspicion:
             parts.append(f"non-finite gradients of {shown}")
         if self.hyper is not None:
             parts.append(self.hyper.message)
+        if self.note:
+            parts.append(self.note)
         return "; ".join(parts)
 
 

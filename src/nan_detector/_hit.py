@@ -66,14 +66,23 @@ def investigate(
     budget_s: float,
     *,
     silent: bool = False,
+    unscaled: bool = False,
 ) -> Finding:
-    """Replay the step on `tape` and trace the harm to its birth. Never raises on the training's account."""
+    """Replay the step on `tape` and trace the harm to its birth. Never raises on the training's account.
+
+    Args:
+        tape: What was recorded of the step.
+        models: The watched models.
+        budget_s: Seconds that the replay may take.
+        silent: Look for overflows that did no harm instead.
+        unscaled: Replay with every loss scale at 1: what is bad then is not the scaler's doing.
+    """
     notes = [f"dropped: {d}" for d in tape.dropped]
     entries = relevant_entries(tape)
     if not entries:
         return Finding(notes=(*notes, "nothing of this step was recorded, so it cannot be replayed"))
     names = Names(models)
-    step = Step(entries, list(tape.outside.values()), models, names, time.perf_counter() + budget_s)
+    step = Step(entries, list(tape.outside.values()), models, names, time.perf_counter() + budget_s, unscaled)
     try:
         replayed = step.run()
     except ReplayRefused as refusal:

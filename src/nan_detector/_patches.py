@@ -27,6 +27,8 @@ class ReplayEnds(BaseException):
 class Watcher(Protocol):
     """What an attached detector must answer."""
 
+    roots: Any  # its `Roots`
+
     def before_step(self, optimizer: Any, args: Any, kwargs: Any, session: Session) -> tuple[Any, Any] | None:
         """An optimizer is about to step: None to let it, or the replaced call."""
 
@@ -67,12 +69,14 @@ def _install() -> None:
         _undo.append(handle.remove)
     _wrap(torch.optim.Optimizer, "zero_grad", _zero_grad)
     _wrap(torch.nn.Module, "zero_grad", _zero_grad)
+    _wrap(torch.amp.GradScaler, "scale", _scaler_scale)
     _wrap(torch.amp.GradScaler, "step", _scaler_step)
     _wrap(torch.amp.GradScaler, "update", _quiet)
     _wrap(torch.amp.GradScaler, "unscale_", _unscale)
     _wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", _quiet)
     _wrap_apply()
     _wrap_compiled_calls()
+    _wrap_compiled_modules()
 
 
 def _uninstall() -> None:
@@ -195,6 +199,40 @@ def _wrap_compiled_calls() -> None:
     _undo.append(lambda: [s.compiled.clear() for s in all_sessions()])
 
 
+def _wrap_compiled_modules() -> None:
+    cls = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    if cls is None:
+        return
+    inherited = "__call__" not in cls.__dict__
+    original = cls.__call__
+
+    @functools.wraps(original)
+    def call(compiled: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(compiled, *args, **kwargs)
+        return _compiled_module(original, compiled, args, kwargs)
+
+    cls.__call__ = call
+    _undo.append(lambda: delattr(cls, "__call__") if inherited else setattr(cls, "__call__", original))
+
+
+def _compiled_module(original: Callable[..., Any], compiled: Any, args: Any, kwargs: Any) -> Any:
+    """`torch.compile` of a watched module: its hooks are not seen in its compiled code, so they are called around it."""
+    module = compiled._orig_mod
+    watching = [w.roots for w in list(_watchers) if w.roots.watches(module)]
+    if not watching:
+        return original(compiled, *args, **kwargs)
+    out = None
+    for roots in watching:
+        roots.enter(module, args, kwargs)
+    try:
+        out = original(compiled, *args, **kwargs)
+    finally:
+        for roots in reversed(watching):
+            roots.leave(module, out)
+    return out
+
+
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if torch.compiler.is_compiling():
         return None
@@ -255,10 +293,19 @@ def _quiet(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
 
+def _scaler_scale(original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+    current = session()
+    if is_replaying() or not current.users:
+        return original(scaler, outputs)
+    return current.scaled(scaler, outputs, original)
+
+
 def _unscale(original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
     if is_replaying():
         return None
     current = session()
+    if current.users:
+        current.gradient_scale = None
     if not current.users or current.paused or current.busy or current.mode is None:
         return original(scaler, optimizer)
     # The division by the scale is part of the step's arithmetic, but the scaler's own bookkeeping cannot run twice.
@@ -282,4 +329,4 @@ def _scaler_step(original: Callable[..., Any], scaler: Any, optimizer: Any, *arg
                     watcher.scaler_skipped(scaler, optimizer, current)
         return out
     finally:
-        current.scaler = None
+        current.scaler = current.gradient_scale = None

@@ -77,11 +77,12 @@ class Entry:
     rng: Any = None
     generators: tuple[tuple[Any, Any], ...] = ()
     number: int = 0
-    kind: str = "call"  # "call" | "root" | "backward" | "zero_grad"
+    kind: str = "call"  # "call" | "root" | "backward" | "zero_grad" | "scale"
     made: list[weakref.ref[Tensor]] = field(default_factory=list)
     extra: Any = None  # of a root call: its Moment
     judged: bool = False
     losses: tuple[Tensor, ...] = ()  # of a backward: detached aliases of the roots it started from
+    unscaled: tuple[Tensor, ...] = ()  # of a backward, and of a GradScaler's `scale`: the same before the loss scale
     owner: Any = None
     scalar: float | None = None  # a non-finite Python number the call gave
     writes: bool = False  # it writes into a tensor that it did not make

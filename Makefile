@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 
 .DELETE_ON_ERROR:  # half a venv would look like a whole one to the next run
 
-.PHONY: help demo test campaign check format schema clean
+.PHONY: help demo test campaign check format schema readme clean
 
 help:
 	@echo 'make demo      install, then watch a run go NaN and be explained'
@@ -19,6 +19,7 @@ help:
 	@echo 'make check     ruff, ruff format and mypy'
 	@echo 'make format    let ruff mend what it can'
 	@echo 'make schema    write schema/ anew from the records'
+	@echo 'make readme    write the sample report in README.md anew from the demo'
 	@echo 'make clean     remove what these commands made'
 
 demo: $(VENV)/.demo
@@ -41,6 +42,9 @@ format: $(VENV)/.dev
 
 schema: $(VENV)/.dev
 	$(BIN)/python -m nan_detector._schema schema/records.schema.json
+
+readme: $(VENV)/.dev
+	$(BIN)/python tests/_readme.py
 
 # One stamp per set of extras: the install is done once, and again only when what it depends on has changed.
 $(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python

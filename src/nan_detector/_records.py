@@ -25,6 +25,8 @@ R = TypeVar("R", bound="Record")
 class Record:
     """Base of all records: conversion to and from JSON-safe dictionaries."""
 
+    __slots__ = ()  # without it the slots of every record would be in vain
+
     #: Value of the "record" key of a log line; empty for records that only live inside others.
     record: ClassVar[str] = ""
     #: Properties that readers of the log expect beside the fields.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -165,9 +166,9 @@ def _count(name: str, value: object, least: int = 1) -> int:
 
 
 def _positive(name: str, value: object, *, allow_inf: bool) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-        if math.isfinite(value) or allow_inf:
-            return float(value)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if number and value > 0 and (math.isfinite(value) or allow_inf):
+        return float(value)
     raise OptionError(
         f"{name}={value!r} must be a number above 0" + (" (float('inf') turns it off)." if allow_inf else ".")
     )
@@ -180,14 +181,10 @@ def _types(name: str, value: object) -> tuple[type, ...]:
 
 
 def _path(name: str, value: object) -> str:
-    try:
-        import os
-
-        return os.fspath(value)  # type: ignore[arg-type, return-value]  # any str or PathLike; the except names the rest
-    except TypeError:
-        raise OptionError(
-            f"{name}={value!r} must be a folder's path (str or pathlib.Path), or None to write nothing."
-        ) from None
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if isinstance(path, str):
+        return path
+    raise OptionError(f"{name}={value!r} must be a folder's path (str or pathlib.Path), or None to write nothing.")
 
 
 def _callback(name: str, value: Any) -> Any:

@@ -126,7 +126,7 @@ def stats_where(t: Tensor, mask: Tensor) -> TensorStats:
         if not has_values(t) or not has_values(mask):
             return TensorStats((0,), str(t.dtype), str(t.device))
         try:
-            shape = torch.broadcast_shapes(t.shape, mask.shape)  # type: ignore[no-untyped-call]  # as torch ships it
+            shape = torch.broadcast_shapes(t.shape, mask.shape)
         except RuntimeError:
             raise ValueError(
                 f"mask of shape {tuple(mask.shape)} does not fit a tensor of shape {tuple(t.shape)}; "
@@ -274,7 +274,7 @@ def _pieces(v: Tensor) -> Iterator[Tensor]:
     if v.numel() <= _CHUNK:
         yield v
     elif v.is_contiguous():
-        yield from v.view(-1).split(_CHUNK)  # type: ignore[no-untyped-call]  # as torch ships it
+        yield from v.view(-1).split(_CHUNK)
     else:
         dim = max(range(v.dim()), key=lambda d: v.shape[d])
         step = max(1, v.shape[dim] * _CHUNK // v.numel())

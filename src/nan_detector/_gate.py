@@ -85,7 +85,7 @@ def measure(
 
 
 def _take_few(grads: Sequence[Tensor], loss: Tensor) -> Reading:
-    row = torch.stack([loss, *torch._foreach_norm(grads, 2, dtype=torch.float32)])
+    row = torch.stack([loss, *torch._foreach_norm(list(grads), 2, dtype=torch.float32)])
     values: list[float] = row.tolist()
     first, norm_values = values[0], values[1:]
     if math.isfinite(sum(values)):

@@ -278,8 +278,8 @@ class Recorder:
             host = hosts[table.device]
             names, totals = _names_with_totals(table.names)
             for numbers in kept:
-                values = list(itertools.islice(host, table.width))
-                found.append((numbers, names, [*_totals(values[-totals:]), *values] if totals else values))
+                row: list[float] = list(itertools.islice(host, table.width))
+                found.append((numbers, names, [*_totals(row[-totals:]), *row] if totals else row))
         found.sort(key=lambda row: row[0].order)
         return found if last is None else found[max(0, len(found) - last) :]
 

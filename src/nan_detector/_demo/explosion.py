@@ -69,7 +69,7 @@ def explode(images: Tensor, labels: Tensor, *, seed: int) -> Explosion:
             det.set_batch(step)
             optimizer.zero_grad()
             loss = F.mse_loss(model(inputs), F.one_hot(targets, CLASSES).float())
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             losses.append(loss.item())
             if det.triggered:

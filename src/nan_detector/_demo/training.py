@@ -93,7 +93,7 @@ def train_digits(
             optimizer.zero_grad()
             logits = model(inputs)
             loss = F.cross_entropy(logits, targets)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             right = (logits.argmax(1) == targets).float().mean()
             progress.append(Progress(step, float(scheduler.get_last_lr()[0]), loss.item(), right.item()))

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nan_detector._naming import Names
+from nan_detector._session import Session, session
 from nan_detector._state import is_replaying
 from nan_detector._tracer import OpTracer
 
@@ -34,22 +35,52 @@ class Live:
         self.tracer = make()
         self.on_leave: Callable[[Any, Any], None] | None = None
         self._on = False
+        self._was_paused = False
+        self._session: Session | None = None
         self._thread = threading.get_ident()
         self._stack: list[tuple[Any, str, Any]] = []
         self._handles: list[Any] = []
 
     def open(self) -> None:
         """Follow modules, and trace from here on."""
+        self._session = session()
+        self._session.lives.append(self)
+        self._follow()
+        self.resume()
+
+    def close(self) -> None:
+        """Stop tracing and take the hooks off."""
+        if self._session is not None and self in self._session.lives:
+            self._session.lives.remove(self)
+        self._leave_stack()
+        self._unfollow()
+
+    def step_aside(self) -> bool:
+        """Compiled code is about to run, which neither compiles nor runs under a dispatch mode: not even a quiet one.
+
+        True when the tracer was on the stack; then `step_back` must follow.
+        """
+        if not self._on or threading.get_ident() != self._thread:
+            return False
+        self._was_paused = self.tracer.paused
+        self._leave_stack()
+        self._unfollow()
+        return True
+
+    def step_back(self) -> None:
+        """Compiled code has run."""
+        self._follow()
+        self.resume()
+        self.tracer.paused = self._was_paused
+
+    def _follow(self) -> None:
         module = torch.nn.modules.module
         self._handles = [
             module.register_module_forward_pre_hook(self._enter),
             module.register_module_forward_hook(self._leave, always_call=True),
         ]
-        self.resume()
 
-    def close(self) -> None:
-        """Stop tracing and take the hooks off."""
-        self._leave_stack()
+    def _unfollow(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -60,7 +91,7 @@ class Live:
             return
         self.tracer.paused = False
         if not self._on:
-            self.tracer.__enter__()
+            self.tracer.__enter__()  # type: ignore[no-untyped-call]  # as torch ships it
             self._on = True
 
     def pause(self) -> None:

@@ -7,6 +7,7 @@ nothing for threads and modules that nobody watches.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import threading
 import types
@@ -17,7 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nan_detector._session import Session, all_sessions, session
-from nan_detector._state import is_replaying, logger
+from nan_detector._state import is_replaying
 
 
 class ReplayEnds(BaseException):
@@ -162,9 +163,7 @@ def _wrap_compiled_calls() -> None:
     compiled code (handing it a callback), the second right after that and again when it leaves. A call of what
     `torch.compiler.disable` decorates (checkpointing) has no callback: it runs eagerly and is recorded like any other.
     """
-    frame = sys.modules.get("torch._dynamo.eval_frame")
-    if frame is None:
-        import torch._dynamo.eval_frame as frame  # type: ignore[no-redef]  # an optimizer step imports it anyway
+    frame: Any = importlib.import_module("torch._dynamo.eval_frame")  # an optimizer step imports it anyway
     original = getattr(frame, "_callback_from_stance", None)
     set_frame = getattr(frame, "_maybe_set_eval_frame", None)
     if original is None or set_frame is None:
@@ -173,7 +172,8 @@ def _wrap_compiled_calls() -> None:
     def callback_from_stance(callback: Any) -> Any:
         if callback is not None and not is_replaying():
             current = session()
-            current.compiled.append([sys._getframe(1), current.pop(), False])
+            aside = [live for live in current.lives if live.step_aside()]
+            current.compiled.append([sys._getframe(1), current.pop(), False, aside])
             _apply[0].leave()
         return original(callback)
 
@@ -184,19 +184,26 @@ def _wrap_compiled_calls() -> None:
         if not inside[-1][2]:
             inside[-1][2] = True
             return set_frame(callback)
-        popped = inside.pop()[1]
+        _, popped, _, aside = inside.pop()
         before = set_frame(callback)
+        for live in reversed(aside):
+            live.step_back()
         if not any(s.compiled for s in all_sessions()):
             _apply[0].see()
         if popped:
             session().push()
         return before
 
-    frame._callback_from_stance = callback_from_stance  # type: ignore[attr-defined]
+    frame._callback_from_stance = callback_from_stance
     _undo.append(lambda: setattr(frame, "_callback_from_stance", original))
-    frame._maybe_set_eval_frame = maybe_set_eval_frame  # type: ignore[attr-defined]
+    frame._maybe_set_eval_frame = maybe_set_eval_frame
     _undo.append(lambda: setattr(frame, "_maybe_set_eval_frame", set_frame))
-    _undo.append(lambda: [s.compiled.clear() for s in all_sessions()])
+    _undo.append(_forget_compiled)
+
+
+def _forget_compiled() -> None:
+    for known in all_sessions():
+        known.compiled.clear()
 
 
 def _wrap_compiled_modules() -> None:
@@ -208,9 +215,14 @@ def _wrap_compiled_modules() -> None:
 
     @functools.wraps(original)
     def call(compiled: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or is_replaying():
             return original(compiled, *args, **kwargs)
-        return _compiled_module(original, compiled, args, kwargs)
+        aside = [live for live in session().lives if live.step_aside()]
+        try:
+            return _compiled_module(original, compiled, args, kwargs)
+        finally:
+            for live in reversed(aside):
+                live.step_back()
 
     cls.__call__ = call
     _undo.append(lambda: delattr(cls, "__call__") if inherited else setattr(cls, "__call__", original))

@@ -52,6 +52,7 @@ class Session:
     def __init__(self) -> None:
         self.tape = Tape()
         self.users = 0
+        self.lives: list[Any] = []  # op tracers on this thread's dispatch stack
         self.broken = False  # the recording failed: a bug of ours
         self.paused = 0  # > 0: calls are not recorded although the mode may be on the stack
         self.busy = 0  # > 0: inside one of our handlers; the stack must not be touched
@@ -71,7 +72,7 @@ class Session:
         """Put the mode on the stack, if it is not there and this is a place where that is allowed."""
         if self.mode is None and not self.busy and self.users and not self.broken and not _compiling():
             self.mode = TapeMode(self)
-            self.mode.__enter__()
+            self.mode.__enter__()  # type: ignore[no-untyped-call]  # as torch ships it
 
     def pop(self) -> bool:
         """Take the mode off the stack if it is on top. True when it was."""

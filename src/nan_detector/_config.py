@@ -166,9 +166,9 @@ def _count(name: str, value: object, least: int = 1) -> int:
 
 
 def _positive(name: str, value: object, *, allow_inf: bool) -> float:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if number and value > 0 and (math.isfinite(value) or allow_inf):
-        return float(value)
+    number = float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    if number > 0 and (math.isfinite(number) or allow_inf):
+        return number
     raise OptionError(
         f"{name}={value!r} must be a number above 0" + (" (float('inf') turns it off)." if allow_inf else ".")
     )

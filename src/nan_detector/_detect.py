@@ -61,7 +61,7 @@ class detect_nan(contextlib.ContextDecorator):  # a drop-in for torch.autograd.d
         live.on_leave = mode.left_module
         live.open()
         live.tracer.on_scalar = mode.read
-        mode.__enter__()
+        mode.__enter__()  # type: ignore[no-untyped-call]  # as torch ships it
         return self
 
     def __exit__(
@@ -71,7 +71,7 @@ class detect_nan(contextlib.ContextDecorator):  # a drop-in for torch.autograd.d
         if live is None or mode is None:
             return
         self._live = self._mode = None
-        mode.__exit__(kind, error, trace)
+        mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # as torch ships it
         live.close()
         if error is None:
             mode.check_end()

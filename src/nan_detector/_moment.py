@@ -224,7 +224,7 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return list(a) == list(b) and all(_same(v, b[k]) for k, v in a.items())
     if isinstance(a, (int, float, str, bool, bytes, complex)):
-        return a == b
+        return bool(a == b)
     return False
 
 

@@ -52,7 +52,8 @@ class Replayed:
 
     def micro_step_of(self, operation: int) -> int:
         """How many backward passes had ended when `operation` ran."""
-        return sum(end < operation for end in self.backward_ends)
+        # What is done to the gradients after the last of them belongs to it.
+        return min(sum(end < operation for end in self.backward_ends), max(0, len(self.backward_ends) - 1))
 
 
 class _Lost(ReplayRefused):
@@ -86,6 +87,7 @@ class Step:
         self.replayed = Replayed(self.tracer)
         self._made_inputs: dict[int, tuple[BirthKind, str]] = {}
         self._own: set[int] = set()
+        self._gradients: set[Entry] = set()  # calls that gave gradients, or what was made of gradients alone
         self._own_leaves: set[int] = set()
         self._stashed: dict[int, tuple[Tensor, Tensor | None]] = {}
 
@@ -127,9 +129,11 @@ class Step:
         return value
 
     def _outside_value(self, token: Outside) -> Tensor:
-        alias = self.aliases.get(id(token.tensor))
+        alias = self.aliases.get(token.ident) if token.leaf else None
         if alias is not None:
             return alias
+        if token.gone:
+            raise _Lost(f"{token.name or 'a tensor'} was let go, and max_hold_bytes did not allow to keep it")
         local = self.locals.get(token.ident)
         if local is None:
             local = token.value
@@ -165,7 +169,7 @@ class Step:
                 warnings.simplefilter("ignore")
                 self._name_outside()
                 used = {t for e in self.entries for t in tokens_in((e.args, e.kwargs)) if isinstance(t, Outside)}
-                self.replayed.changed = [t for t in used if t.changed and id(t.tensor) not in self.aliases]
+                self.replayed.changed = [t for t in used if t.changed and t.ident not in self.aliases]
                 with self._module_tracking(), _ApiNames(self.tracer), self.tracer:
                     for entry in self.entries:
                         if not self._make(entry):
@@ -193,7 +197,7 @@ class Step:
         within = self._module_of(entry)
         tracer.module = self.names.of_module(within) if within is not None else None
         tracer.api = public_name(entry.func) if entry.kind != "root" else None
-        tracer.phase = "forward" if within is not None else "loss"
+        tracer.phase = "forward" if within is not None else "backward" if self._edits_gradients(entry) else "loss"
         if entry.rng is not None:
             restore_rng(entry.rng)
         for generator, state in entry.generators:
@@ -225,6 +229,8 @@ class Step:
             self.replayed.raised = error
             return False
         self.results[entry] = list(tensors_in(out))
+        if tracer.api == "grad" and not any(t.requires_grad for t in self.results[entry]):
+            self._gradients.add(entry)  # `p.grad`, or autograd.grad without create_graph
         if entry.kind != "backward":
             self.replayed.results_last = self.results[entry]
         if entry.kind == "root":
@@ -235,6 +241,14 @@ class Step:
             self.replayed.backward_ends.append(tracer.operations)
             self._compare(entry, roots)
         return True
+
+    def _edits_gradients(self, entry: Entry) -> bool:
+        """True for a call that is given gradients and no other tensor: scaling and clipping by hand."""
+        tokens = list(tokens_in((entry.args, entry.kwargs)))
+        found = bool(tokens) and all(isinstance(t, Made) and t.entry in self._gradients for t in tokens)
+        if found:
+            self._gradients.add(entry)
+        return found
 
     def _module_of(self, entry: Entry) -> Any:
         """The watched module whose code made a call that was recorded by itself.
@@ -300,7 +314,14 @@ class Step:
     def _alias(self, p: Tensor) -> Tensor:
         alias = self.aliases.get(id(p))
         if alias is None:
-            alias = p.detach().requires_grad_()
+            token = self.outside.get(id(p))
+            if token is not None and token.snapshot is not None and token.stands_for(p):
+                # It was written since the step used it, by the user's own code: the copy is what the step used.
+                alias = token.snapshot.clone().requires_grad_()
+                self._own.add(key_of(alias))
+                self.names.alias(key_of(alias), key_of(p))
+            else:
+                alias = p.detach().requires_grad_()
             for hook in (p._backward_hooks or {}).values():
                 alias.register_hook(hook)
             self.aliases[id(p)] = alias
@@ -311,9 +332,15 @@ class Step:
         """Names for the tensors of the batch: arguments of root calls are inputs, the rest are labels."""
         for entry in self.entries:
             for kind, path, token in self.names.arguments(entry):
+                if token.gone:
+                    continue
                 key = key_of(token.value)
                 if token.name is None:
                     token.name = path
+                if token.opaque and kind is not BirthKind.INPUT:
+                    # Made in this step, by code that is not seen: no label, and where it went bad is not known.
+                    self._made_inputs.setdefault(key, (BirthKind.OPAQUE, path))
+                    continue
                 if self.names.of_memory(key) is None and (key not in self._made_inputs or kind is BirthKind.INPUT):
                     self._made_inputs[key] = (kind, path)
 
@@ -354,8 +381,8 @@ class Step:
                 self.replayed.gradients[name] = alias.grad
         for token_id, local in self.locals.items():
             if local.requires_grad and local.is_leaf and local.grad is not None:
-                name = self.outside[token_id].name if token_id in self.outside else None
-                self.replayed.gradients[name or f"outside {token_id}"] = local.grad
+                told = self.outside[token_id].name if token_id in self.outside else None
+                self.replayed.gradients[told or f"outside {token_id}"] = local.grad
         for leaf, before in self._stashed.values():
             # A parameter that the model keeps a reference to of its own, past the one that was swapped.
             if leaf.grad is not None and leaf.grad is not before:

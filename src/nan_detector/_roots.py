@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from nan_detector._moment import Habits, Moment
-from nan_detector._session import Session, session
 from nan_detector._quiet import hidden
+from nan_detector._session import Session, session
 from nan_detector._source import here
 from nan_detector._state import is_replaying
 from nan_detector._tape import Entry, autocast_state
@@ -115,6 +115,8 @@ class Roots:
         if habits is None:
             habits = self.habits[id(module)] = Habits(module)
         popped = current.pop()
+        current.refused = None
+        current.tape.unbounded = True
         try:
             mark, grad_enabled = here(4), torch.is_grad_enabled()
             with hidden():
@@ -135,6 +137,8 @@ class Roots:
             if popped:
                 current.push()
             raise
+        finally:
+            current.tape.unbounded = False
         current.roots.append((module, entry, popped))
         current.paused += 1
 

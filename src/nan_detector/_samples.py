@@ -92,6 +92,6 @@ def _column(value: Any, size: int) -> list[Any] | None:
         with quiet():
             return list(t.tolist()) if t.dtype is not torch.bool else None
     if isinstance(value, (list, tuple)) and len(value) == size and not isinstance(value, str):
-        plain = all(isinstance(v, (str, int)) and not isinstance(v, bool) or hasattr(v, "__fspath__") for v in value)
+        plain = all((isinstance(v, (str, int)) and not isinstance(v, bool)) or hasattr(v, "__fspath__") for v in value)
         return list(value) if plain else None
     return None

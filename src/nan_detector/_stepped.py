@@ -32,7 +32,8 @@ class Stepped:
 
     def fits(self, optimizer: Any) -> bool:
         """True while these are still the optimizer's parameters, as far as the sizes of its groups tell."""
-        return self.optimizer() is optimizer and self._sizes == [len(g["params"]) for g in optimizer.param_groups]
+        known: Any = self.optimizer()
+        return known is optimizer and self._sizes == [len(g["params"]) for g in optimizer.param_groups]
 
     def gradients(self) -> tuple[list[str], list[Tensor]]:
         """Names and gradients of the parameters that have one."""

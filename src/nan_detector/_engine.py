@@ -40,6 +40,8 @@ T = TypeVar("T")
 OVERHEAD_STEPS = 1000
 #: Root calls in a loop without an optimizer after which the oldest are judged anyway.
 MAX_UNJUDGED = 64
+#: Root calls without gradients that are kept: a teacher's, a target network's, not those of a whole evaluation.
+MAX_IDLE = 8
 
 
 class Engine:
@@ -62,9 +64,12 @@ class Engine:
         self.noticed = False
         self.standing_down = False
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.has_optimizer = False  # one was told to drop its gradients, so that it will step sooner or later
+        self.guessed_groups = 0  # counted while no optimizer was known: one step, if one comes (accumulation)
         self._optimizers: dict[int, Stepped] = {}
         self._names_by_id = {id(p): name for name, p in self.names.parameters()}
         self._spent = 0.0
+        self._updating = False  # the loop's own update of the weights has begun
         self._warned_step: int | None = None
         self._kind: StepWatch = {Watch.STEP: StepWatch, Watch.LAYERS: LayerWatch, Watch.OPS: OpWatch}[config.watch](
             self
@@ -82,6 +87,9 @@ class Engine:
         """Begin to watch on the calling thread."""
         current.users += 1
         current.home = True
+        held = self.config.max_hold_bytes
+        current.tape.max_held = max(current.tape.max_held, held) if current.users > 1 else held
+        current.before_update.append(self.before_update)
         current.push()
         self._kind.open()
 
@@ -93,6 +101,7 @@ class Engine:
             self._kind.close()
             self.roots.remove()
             current.users -= 1
+            current.before_update.remove(self.before_update)
             if current.users == 0:
                 current.close()
 
@@ -133,9 +142,10 @@ class Engine:
         if self.stopped and not self.noticed and not current.busy:
             event = self.book.events[0]
             raise NonFiniteError(f"{headline(event)}. Training went on although the step was stopped.", event)
-        if not self.optimizers and current.tape.backwards:
+        if not self.optimizers and not self.has_optimizer and current.tape.backwards:
             # A loop that writes its own update: its last step is judged here, before the next begins.
             self.contain(lambda: self._judge_without_optimizer(current))
+            self.guessed_groups += 1
 
     def on_leave(self, current: Session, entry: Entry, output: Any) -> None:
         """A watched model has returned."""
@@ -147,8 +157,11 @@ class Engine:
     def _drop_idle(self, current: Session) -> None:
         """Evaluation: calls without gradients pile up until something needs them, and nothing will."""
         tape = current.tape
-        if not tape.backwards and len(tape.entries) > MAX_UNJUDGED and not tape.anything_alive():
-            tape.judged(keep_alive=False)
+        if tape.backwards:
+            return
+        idle = [e.number for e in tape.entries if e.kind == "root" and not e.grad_enabled]
+        if len(idle) > MAX_IDLE:
+            tape.forget_before(idle[-MAX_IDLE // 2])
 
     def _drop_abandoned(self, current: Session, entry: Entry) -> None:
         """A forward whose outputs are all gone was dropped by the loop itself."""
@@ -160,9 +173,24 @@ class Engine:
             )
             tape.keep_only(wanted)
 
-    def _judge_without_optimizer(self, current: Session) -> None:
-        self._judge(current, list(parameters_with_gradients(self.names)), None)
+    def _judge_without_optimizer(self, current: Session) -> bool:
+        refuse = self._judge(current, list(parameters_with_gradients(self.names)), None)
         self._end_of_step(current)
+        return refuse
+
+    def before_update(self, weights: list[Tensor]) -> bool:
+        """Weights are about to be written while a backward waits to be judged. True when they must not be.
+
+        In a loop without an optimizer this is the loop's own update: judged now, the replay still sees the weights of
+        the step, and the update can be refused.
+        """
+        if self.standing_down or self.optimizers or self.has_optimizer or not any(id(p) in self._names_by_id for p in weights):
+            return False
+        self._updating = True
+        try:
+            return bool(self.contain(self._judge_without_optimizer, session()))
+        finally:
+            self._updating = False
 
     # -- optimizer steps -------------------------------------------------------------------------------------------
 
@@ -192,6 +220,8 @@ class Engine:
         if not stepped.counted:
             stepped.counted = True
             self.optimizers.add(optimizer)
+            self.groups -= self.guessed_groups
+            self.guessed_groups = 0
         current.gates += 1
         if closure_of(args, kwargs) is not None:
             return self._gate_closure(optimizer, args, kwargs, current)
@@ -393,7 +423,7 @@ class Engine:
         event = replace(event, sample_id=self._ids(event.sample_index) or event.sample_id)
         policy = self._policy(event)
         bad = weights_state(self.names.parameters(), ())
-        if policy is Policy.WARN and optimizer is not None:
+        if policy is Policy.WARN and (optimizer is not None or self._updating):
             weights = f"damaged since step {self.step}"
         else:
             weights = "clean" if bad == "clean" else f"damaged since step {self.step if event.phase != 'state' else 0}"
@@ -468,6 +498,8 @@ class Engine:
     def gradients_dropped(self, owner: Any, current: Session) -> None:
         """`zero_grad`: backward passes that were never stepped were given up by the loop itself."""
         tape = current.tape
+        if not self.has_optimizer and isinstance(owner, torch.optim.Optimizer) and self.owns(owner):
+            self.has_optimizer = True
         if self.standing_down or not tape.backwards or is_replaying() or current.stepping:
             return
         mine = owner in self.models.values() if isinstance(owner, torch.nn.Module) else self.owns(owner)

@@ -17,8 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nan_detector import _finite
+from nan_detector._elements import spread
 from nan_detector._errors import ReplayRefused
-from nan_detector._lineage import EMPTY, RANK, Gen, Line, Lineage, OpRecord, key_of
+from nan_detector._lineage import EMPTY, MAX_FOLLOWED, MAX_TOLD_APART, RANK, Gen, Line, Lineage, OpRecord, key_of
 from nan_detector._opinfo import OpInfo, info_of
 from nan_detector._source import Mark, here_until
 from nan_detector._trace import BirthKind, GuiltyInput
@@ -37,7 +38,7 @@ _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _sum = torch.ops.aten.sum.default
 _sum_as = torch.ops.aten.sum.dim_IntList
 _current_node = torch._C._current_autograd_node
-_sequence_number = torch.autograd._get_sequence_nr
+_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 #: Poles: where these give an infinity, nothing overflowed.
 _POLES = {
@@ -89,7 +90,7 @@ class OpTracer(TorchDispatchMode):
         outside: Callable[[Tensor], tuple[BirthKind, str] | None] | None = None,
         deadline: float = math.inf,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # as torch ships it
         self.barrier = barrier
         self.outside = outside or (lambda t: None)
         self.deadline = deadline
@@ -177,7 +178,7 @@ class OpTracer(TorchDispatchMode):
             self._finite_result(info, record, ins, outs, bad_before)
             return out
         record.numel = bad[0].numel()
-        self._bad_result(info, record, ins, bad, args, kwargs, before, bad_before)
+        self._bad_result(func, info, record, ins, bad, args, kwargs, before, bad_before)
         return out
 
     # -- one operation -----------------------------------------------------------------------------------------------
@@ -265,7 +266,7 @@ class OpTracer(TorchDispatchMode):
         """Keep what stands in memory that is not the trace's and is about to be written."""
         for t in _written(info, args, kwargs):
             key = key_of(t)
-            if key and key not in self._made and self.protected(key):
+            if key and key not in self._made and self.protected(key) and _is_dense(t):
                 if key not in self.journal:
                     whole = torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage())
                     self.journal[key] = (whole, whole.clone(), [])
@@ -275,7 +276,8 @@ class OpTracer(TorchDispatchMode):
 
     def undo_writes(self) -> None:
         """Give memory that is not the trace's its earlier contents back, and its tensors their version: a backward of
-        the user's that is still to come must not take them for changed."""
+        the user's that is still to come must not take them for changed.
+        """
         for whole, copy, versions in self.journal.values():
             whole.copy_(copy)
             for t, version in reversed(versions):
@@ -358,6 +360,7 @@ class OpTracer(TorchDispatchMode):
 
     def _bad_result(
         self,
+        func: Any,
         info: OpInfo,
         record: OpRecord,
         ins: list[Tensor],
@@ -397,11 +400,49 @@ class OpTracer(TorchDispatchMode):
         for gen in line:
             gen.pass_through(record)
         new = line | frozenset(fresh)
+        where = None
+        if len(new) > 1 and len(bad) == 1:
+            where = self._told_apart(func, info, ins, args, kwargs, values, carried, new, out)
+            new = frozenset(g for g in new if where is None or g in where)
         for o in bad:
-            self.lineage.mark(o, new)
+            self.lineage.mark(o, new, where)
         last = weakref.ref(bad[0])
         for gen in new:
             gen.last = last
+
+    def _told_apart(
+        self,
+        func: Any,
+        info: OpInfo,
+        ins: list[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        values: list[Tensor],
+        carried: dict[int, Line],
+        line: Line,
+        out: Tensor,
+    ) -> dict[Gen, Tensor] | None:
+        """The bad elements of `out` that descend from each birth; births that are in none of them are left out."""
+        if len(line) > MAX_TOLD_APART or out.numel() > MAX_FOLLOWED or out.layout is not torch.strided:
+            return None
+        bad = _finite.bad_mask(out)
+        found: dict[Gen, Tensor] = {}
+        rest = bad
+        came = frozenset().union(*carried.values()) & line
+        for gen in came:
+            masks = {}
+            for i in (i for i, births in carried.items() if gen in births):
+                known = self.lineage.elements(ins[i], gen)
+                masks[i] = _finite.bad_mask(values[i]) if known is None else _finite.bad_mask(values[i]) & known
+            reached = spread(info, func, args, kwargs, ins, masks, out)
+            found[gen] = bad if reached is None else bad & reached
+            rest = rest & ~found[gen]
+        unexplained = bool(rest.any())
+        for gen in line - came:
+            found[gen] = rest if unexplained else bad
+        if unexplained and came == line:  # the rule for this operation was too narrow
+            return None
+        return {g: mask for g, mask in found.items() if bool(mask.any())} or None
 
     def _intended_met(
         self, info: OpInfo, record: OpRecord, line: Line, carried: dict[int, Line], values: list[Tensor], out: Tensor
@@ -585,6 +626,10 @@ def _finite_fast(t: Tensor) -> bool:
 
 _HALF = (torch.float16, torch.bfloat16)
 _SUMMABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def _is_dense(t: Tensor) -> bool:
+    return t.layout is torch.strided
 
 
 def _has_nan(t: Tensor) -> bool:

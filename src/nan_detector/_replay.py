@@ -350,29 +350,27 @@ class Step:
         import threading
 
         tracer, names, me = self.tracer, self.names, threading.get_ident()
-        stack: list[tuple[tuple[str | None, str] | None, str]] = []
+        call = torch.nn.Module.__call__
 
-        def enter(module: Any, args: Any) -> None:
-            if threading.get_ident() == me:
-                stack.append((tracer.module, tracer.phase))
-                if names.is_watched(module):
-                    tracer.module, tracer.phase = names.of_module(module), "forward"
-                elif tracer.phase != "forward":  # made on the spot within a watched module: its code is that module's
-                    tracer.module = names.of_module(module)
+        # Not by hooks: the user's own, which may compute as well, would run outside of the module they belong to.
+        def tracked(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != me:
+                return call(module, *args, **kwargs)
+            outer = tracer.module, tracer.phase
+            if names.is_watched(module):
+                tracer.module, tracer.phase = names.of_module(module), "forward"
+            elif tracer.phase != "forward":  # made on the spot within a watched module: its code is that module's
+                tracer.module = names.of_module(module)
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                tracer.module, tracer.phase = outer
 
-        def leave(module: Any, args: Any, out: Any) -> None:
-            if threading.get_ident() == me and stack:
-                tracer.module, tracer.phase = stack.pop()
-
-        handles = [
-            torch.nn.modules.module.register_module_forward_pre_hook(enter),
-            torch.nn.modules.module.register_module_forward_hook(leave, always_call=True),
-        ]
+        torch.nn.Module.__call__ = tracked  # type: ignore[method-assign]
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            torch.nn.Module.__call__ = call  # type: ignore[method-assign]
 
     def _collect(self) -> None:
         for name, p in self.names.parameters():

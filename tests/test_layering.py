@@ -64,6 +64,7 @@ TABLE = (
             "_book",
             "_calls",
             "_damage",
+            "_elements",
             "_engine",
             "_gate",
             "_hit",

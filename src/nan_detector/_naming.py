@@ -57,6 +57,11 @@ class Names:
         full = f"{path[0]}.{name}" if path and path[0] not in (None, "root") else name
         self._memory.setdefault(key, self._memory.get(key_of(original), (BirthKind.BUFFER, full)))
 
+    def alias(self, key: int, original: int) -> None:
+        """Memory `key` is a copy of memory `original`."""
+        if original in self._memory:
+            self._memory.setdefault(key, self._memory[original])
+
     def of_memory(self, key: int) -> tuple[BirthKind, str] | None:
         """Kind and name of the parameter or buffer in memory `key`."""
         return self._memory.get(key)

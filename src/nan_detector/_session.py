@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from nan_detector import _finite
 from nan_detector._calls import CallKind, kind_of
+from nan_detector._lineage import key_of
 from nan_detector._quiet import hidden, quiet
 from nan_detector._source import Mark, enclosing_module, here
 from nan_detector._state import BUG, is_replaying, logger, strict
-from nan_detector._tape import Entry, Outside, Tape, Tensor, autocast_state, tensors_in
+from nan_detector._tape import Entry, Made, Outside, Tape, Tensor, autocast_state, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,6 +65,9 @@ class Session:
         self.gates = 0  # optimizer steps that reached a pre-hook
         self.scaler: Any = None  # the GradScaler whose `step` is running
         self.gradient_scale: Tensor | None = None  # what the gradients are multiplied by until they are unscaled
+        #: Of each engine: called with parameters that are written while a backward waits to be judged; True refuses.
+        self.before_update: list[Callable[[list[Tensor]], bool]] = []
+        self.refused: Mark | None = None  # the statement whose update was refused
         self.spent = 0.0  # seconds in recording since the last gate
         self.compiled: list[list[Any]] = []  # calls of compiled code: frame, whether the mode was on before, entered
 
@@ -166,6 +171,13 @@ class Session:
         if kind is CallKind.IGNORE or _functorch_level() is not None:
             return func(*args, **kwargs)
         entry = None
+        if kind is CallKind.IN_PLACE:
+            with hidden():
+                weights = weights_behind(self.tape, func, args, kwargs)
+            if weights and not self._may_write(weights, args, kwargs):
+                return args[0] if getattr(func, "__name__", "") != "__set__" else None
+            if weights and not self.tape.begun:
+                return func(*args, **kwargs)  # nothing of this step has used them: it begins with what is written now
         if kind is not CallKind.PLAIN:
             try:
                 entry = self._entry(func, args, kwargs, here(3), kind)
@@ -204,6 +216,21 @@ class Session:
             self.failed(bug)
         return out
 
+    def _may_write(self, weights: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """A loop that has no optimizer updates its weights itself: False when that update was judged and refused."""
+        mark = here(4)
+        if self.tape.backwards:
+            self.refused = None
+            if any([judge(weights) for judge in self.before_update]):
+                self.refused = mark
+        if self.refused is None:
+            return True
+        if mark is not None and (mark.code, mark.lineno) == (self.refused.code, self.refused.lineno):
+            return False  # the same statement, for the next parameter
+        with quiet():
+            sources = [t for t in tensors_in((args[1:], kwargs)) if _finite.checkable(t)]
+            return all(_finite.is_finite(t) for t in sources)
+
     def failed(self, bug: Exception) -> None:
         """A bug of ours in the recording: it is told once, and this thread records no more until it is watched anew."""
         self.broken = True
@@ -231,6 +258,7 @@ class Session:
         tape = self.tape
         if kind is CallKind.IN_PLACE:
             self._save_target(args, kwargs)
+        begun = tape.begun
         entry = Entry(
             func=func,
             args=tape.encode(args),
@@ -239,6 +267,8 @@ class Session:
             grad_enabled=torch.is_grad_enabled(),
             autocast=autocast_state(),
         )
+        if begun is False and getattr(getattr(func, "__self__", None), "__name__", "") in ("data", "grad"):
+            tape.begun = False  # reading an attribute uses no weight
         entry.writes = kind is CallKind.IN_PLACE or "out" in kwargs
         if mark is not None:
             entry.owner = enclosing_module(mark, 3)
@@ -291,11 +321,11 @@ class Session:
         targets.extend(tensors_in(kwargs.get("out")))
         for t in targets:
             base = t._base if t._is_view() and t._base is not None else t
-            for candidate in (t, base):
-                if self.tape.made_by(candidate) is None and not isinstance(candidate, torch.nn.Parameter):
+            for candidate in (t, base, parameter_behind(self.tape, t)):
+                if candidate is not None and self.tape.made_by(candidate) is None:
                     outside = self.tape.token(candidate)
-                    if isinstance(outside, Outside) and outside.snapshot is None and not outside.changed:
-                        outside.snapshot = outside.tensor.detach().clone()
+                    if isinstance(outside, Outside):
+                        self.tape.keep_earlier(outside)
 
     def custom_function(
         self, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -320,6 +350,39 @@ class Session:
             self.paused -= 1
         self.tape.add(entry, out)
         return out
+
+
+def weights_behind(
+    tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    """The parameters that an in-place call writes into; none where it writes into anything else as well."""
+    if getattr(func, "__name__", "") in ("__set__", "__delete__"):
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        if attribute != "data":
+            return []
+    targets = [*tensors_in(args[:1]), *tensors_in(kwargs.get("out"))]
+    found = [parameter_behind(tape, t) for t in targets]
+    return [] if None in found else found  # type: ignore[return-value]  # None was ruled out
+
+
+def parameter_behind(tape: Tape, t: Tensor) -> Tensor | None:
+    """The parameter that `t` is, or is a view or the `.data` of."""
+    if isinstance(t, torch.nn.Parameter):
+        return t
+    if isinstance(t._base, torch.nn.Parameter):
+        return t._base
+    entry = tape.made_by(t)
+    while entry is not None and entry.args:
+        source = entry.args[0]
+        if isinstance(source, Outside):
+            p = None if source.gone else source.tensor
+            return p if isinstance(p, torch.nn.Parameter) and p.data_ptr() <= t.data_ptr() and _shares(p, t) else None
+        entry = source.entry if isinstance(source, Made) else None
+    return None
+
+
+def _shares(a: Tensor, b: Tensor) -> bool:
+    return key_of(a) == key_of(b) != 0
 
 
 def scale(outputs: Any, factor: Tensor) -> Any:

@@ -19,28 +19,66 @@ from typing import Any
 
 import torch
 
+from nan_detector._errors import ReplayRefused
 from nan_detector._source import Mark
 
 Tensor = torch.Tensor
 
 #: Calls kept at most per step; a step with more drops the oldest that no backward has used, and says so.
 MAX_ENTRIES = 4096
+#: Tensors up to this many bytes are always kept: labels, masks, scales.
+ALWAYS_HELD = 4096
+#: Gates after which a call is forgotten although what it made still lives: a list of losses must not hold every batch.
+MAX_AGE = 8
 
 
 class Outside:
-    """A tensor from outside the step, held by reference (detached, so that no foreign graph is kept alive)."""
+    """A tensor from outside the step, held by reference (detached, so that no foreign graph is kept alive).
 
-    __slots__ = ("__weakref__", "ident", "leaf", "name", "opaque", "snapshot", "tensor", "version")
+    Args:
+        tensor: The tensor.
+        weak: Leave it to the program how long it lives: the tape holds enough already.
+    """
 
-    def __init__(self, tensor: Tensor) -> None:
+    __slots__ = ("__weakref__", "_held", "_ref", "bytes", "ident", "leaf", "name", "opaque", "snapshot", "version")
+
+    def __init__(self, tensor: Tensor, *, weak: bool = False, size: int = 0) -> None:
         self.ident = id(tensor)
         self.leaf = tensor.is_leaf
         # A grad_fn that no recorded call explains: made by code the tape does not see (a compiled function, a C++ extension).
         self.opaque = not tensor.is_leaf
-        self.tensor = tensor if self.leaf else tensor.detach()
+        self._ref = weakref.ref(tensor) if weak else None
+        self._held = None if weak else tensor if self.leaf else tensor.detach()
+        self.bytes = 0 if weak else size
         self.version = -1 if tensor.is_inference() else tensor._version
         self.snapshot: Tensor | None = None
         self.name: str | None = None
+
+    def stands_for(self, t: Tensor) -> bool:
+        """True when this is the token of `t`, whose id it has."""
+        if self._held is None:
+            return self._ref is not None and self._ref() is t
+        # The id of a non-leaf, of which an alias is held, may have been given to another tensor meanwhile.
+        return self._held is t or (self.opaque and self._held.data_ptr() == t.data_ptr() and not t.is_leaf)
+
+    @property
+    def gone(self) -> bool:
+        """True when it was held weakly and the program has let it go."""
+        return self.snapshot is None and self._held is None and (self._ref is None or self._ref() is None)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor as it is now.
+
+        Raises:
+            ReplayRefused: The program has let it go.
+        """
+        if self._held is not None:
+            return self._held
+        t = self._ref() if self._ref is not None else None
+        if t is None:
+            raise ReplayRefused(f"{self.name or 'a tensor'} was let go, and max_hold_bytes did not allow to keep it")
+        return t if self.leaf else t.detach()
 
     @property
     def value(self) -> Tensor:
@@ -50,8 +88,10 @@ class Outside:
     @property
     def changed(self) -> bool:
         """True when the tensor was written in place since and no copy of the earlier value was kept."""
+        if self.snapshot is not None or self.version < 0 or self.gone:
+            return False
         t = self.tensor
-        return self.snapshot is None and self.version >= 0 and not t.is_inference() and t._version != self.version
+        return not t.is_inference() and t._version != self.version
 
 
 class Made:
@@ -85,6 +125,7 @@ class Entry:
     unscaled: tuple[Tensor, ...] = ()  # of a backward, and of a GradScaler's `scale`: the same before the loss scale
     owner: Any = None
     scalar: float | None = None  # a non-finite Python number the call gave
+    age: int = 0  # gates passed since
     writes: bool = False  # it writes into a tensor that it did not make
 
 
@@ -107,6 +148,9 @@ class Tape:
         self.entries: list[Entry] = []
         self.outside: dict[int, Outside] = {}
         self.held_bytes = 0
+        self.max_held = 64 * 2**20
+        self.unbounded = False  # the arguments of a root call are kept whatever their size
+        self.begun = False  # since the last gate, something used a parameter
         self.dropped: list[str] = []
         self.boundary = 0  # number of the first entry after the last gate
         self.backwards = 0  # entries of kind "backward" not yet judged
@@ -122,16 +166,36 @@ class Tape:
         if known is not None and known[0]() is t:
             return Made(known[1], known[2])
         out = self.outside.get(ident)
-        # The Outside of a non-leaf holds an alias, so its id may have been given to another tensor meanwhile.
-        if out is not None and (
-            out.tensor is t or (out.opaque and out.tensor.data_ptr() == t.data_ptr() and not t.is_leaf)
-        ):
+        if out is not None and out.stands_for(t):
             return out
-        out = Outside(t)
+        if isinstance(t, torch.nn.Parameter):
+            self.begun = True
+            out = Outside(t)
+        elif self.unbounded:
+            out = Outside(t)
+        else:
+            size = size_of(t)
+            out = Outside(t, weak=not self.may_hold(size, "tensors from outside the step"), size=size)
         self.outside[ident] = out
-        if not isinstance(t, torch.nn.Parameter):
-            self.held_bytes += t.numel() * t.element_size() if t.layout is torch.strided else 0
         return out
+
+    def may_hold(self, size: int, what: str) -> bool:
+        """True when `size` more bytes may be kept; they count from now on. What is not kept is said in the event."""
+        if size <= ALWAYS_HELD or self.held_bytes + size <= self.max_held:
+            self.held_bytes += size
+            return True
+        said = f"{what} beyond max_hold_bytes={self.max_held}"
+        if said not in self.dropped:
+            self.dropped.append(said)
+        return False
+
+    def keep_earlier(self, token: Outside) -> None:
+        """Copy a tensor from outside that is about to be written, if it may be kept."""
+        if token.snapshot is None and not token.changed and not token.gone:
+            size = size_of(token.tensor)
+            if self.may_hold(size, "earlier values of tensors that were written in place"):
+                token.snapshot = token.tensor.detach().clone()
+                token.bytes += size
 
     def encode(self, value: Any) -> Any:
         """`value` with every tensor in lists, tuples, dicts and dataclasses replaced by its token."""
@@ -163,6 +227,8 @@ class Tape:
             ref = weakref.ref(t)
             entry.made.append(ref)
             self._made[id(t)] = (ref, entry, position)
+        if entry.kind != "call":
+            self.begun = True
         if entry.kind == "backward":
             self.backwards += 1
         if len(self.entries) > MAX_ENTRIES:
@@ -177,20 +243,30 @@ class Tape:
         """A gate has judged all that is on the tape: forget it, except (`keep_alive`) what live tensors still need."""
         for e in self.entries:
             e.judged = True
+            e.age += 1
         self.backwards = 0
+        self.begun = False
         self.dropped.clear()
         if self.entries:
             self.boundary = self.entries[-1].number + 1
         if not keep_alive:
             self.forget()
             return
-        alive = [e for e in self.entries if any((t := r()) is not None and t.requires_grad for r in e.made)]
-        wanted = self.needed(alive)
+        wanted = self.needed(self._alive())
         self._restrict([e for e in self.entries if e in wanted])
 
-    def anything_alive(self) -> bool:
-        """True when a tensor that requires grad and was made by an entry still lives."""
-        return any((t := r()) is not None and t.requires_grad for e in self.entries for r in e.made)
+    def _alive(self) -> list[Entry]:
+        """Entries that made a tensor which requires grad and still lives."""
+        return [
+            e
+            for e in self.entries
+            if e.age <= MAX_AGE and any((t := r()) is not None and t.requires_grad for r in e.made)
+        ]
+
+    def forget_before(self, number: int) -> None:
+        """Forget entries older than `number` that no living tensor with gradients needs."""
+        wanted = self.needed(self._alive())
+        self._restrict([e for e in self.entries if e.number >= number or e in wanted], sever=True)
 
     def keep_only(self, wanted: set[Entry]) -> None:
         """Forget all other entries."""
@@ -238,17 +314,18 @@ class Tape:
                 todo = [e for e in writers if e not in wanted and _writes_into(e, wanted, used)]
         return wanted
 
-    def _restrict(self, entries: list[Entry]) -> None:
-        self.entries = entries
+    def _restrict(self, entries: list[Entry], *, sever: bool = False) -> None:
         kept = set(entries)
+        if sever:
+            # What stays may refer to what goes, and through it to all that was ever recorded (a running sum does).
+            for e in self.entries:
+                if e not in kept:
+                    e.args, e.kwargs, e.extra = (), {}, None
+        self.entries = entries
         self._made = {i: k for i, k in self._made.items() if k[1] in kept and k[0]() is not None}
         used = {t.ident for e in entries for t in tokens_in((e.args, e.kwargs)) if isinstance(t, Outside)}
         self.outside = {i: o for i, o in self.outside.items() if i in used}
-        self.held_bytes = sum(
-            o.tensor.numel() * o.tensor.element_size()
-            for o in self.outside.values()
-            if not isinstance(o.tensor, torch.nn.Parameter) and o.tensor.layout is torch.strided
-        )
+        self.held_bytes = sum(o.bytes for o in self.outside.values())
         self.backwards = sum(e.kind == "backward" and not e.judged for e in entries)
 
     def _drop_oldest(self) -> None:
@@ -259,7 +336,8 @@ class Tape:
             self.dropped.append(
                 f"{len(lost)} backward passes: more than {MAX_ENTRIES} calls since the last optimizer step"
             )
-        self._restrict([e for i, e in enumerate(self.entries) if i >= half or (e in wanted and i >= half // 2)])
+        kept = [e for i, e in enumerate(self.entries) if i >= half or (e in wanted and i >= half // 2)]
+        self._restrict(kept, sever=True)
 
 
 def _writes_into(writer: Entry, wanted: set[Entry], used: set[Outside]) -> bool:
@@ -272,6 +350,11 @@ def _writes_into(writer: Entry, wanted: set[Entry], used: set[Outside]) -> bool:
         if token in used:
             return True
     return False
+
+
+def size_of(t: Tensor) -> int:
+    """Bytes of `t`'s elements; 0 where they are not laid out plainly."""
+    return t.numel() * t.element_size() if t.layout is torch.strided else 0
 
 
 class Packed:

@@ -186,7 +186,7 @@ def test_a_write_through_a_view_made_before_the_model_call(late: bool) -> None:
     born(train(Regressor(), range(4), step), step=2, phase="loss", mark="through a view", op="div")
 
 
-# -- labels --------------------------------------------------------------------------------------------------------------
+# -- labels ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_bad_label_is_named_as_in_the_call_of_the_loss() -> None:
@@ -238,6 +238,28 @@ def test_an_input_that_the_loop_prepares_is_blamed_on_the_line_that_broke_it() -
     born(train(Regressor(), batches, step), step=2, phase="loss", mark="whitening", op="div")
 
 
+@pytest.mark.parametrize("convert", [torch.tensor, torch.as_tensor, torch.from_numpy])
+def test_a_numpy_batch_that_the_loop_makes_tensors_of_is_data(convert: Any) -> None:
+    def step(model: torch.nn.Module, batch: Any) -> Tensor:
+        x, target = convert(batch["x"]), convert(batch["y"])
+        return F.mse_loss(model(x), target)
+
+    for key, name in (("x", "features"), ("y", "target")):
+        batches = [{"x": x.numpy().copy(), "y": y.numpy().copy()} for x, y in pairs()]
+        batches[2][key][4, 0] = NAN
+        born(train(Regressor(), batches, step), step=2, phase="data", tensor_name=name, sample_index=(4,))
+
+
+def test_a_list_of_numbers_that_the_loop_makes_a_tensor_of_is_data() -> None:
+    def step(model: torch.nn.Module, batch: Any) -> Tensor:
+        target = torch.tensor(batch[1])
+        return F.mse_loss(model(batch[0]), target)
+
+    batches = [(x, y.tolist()) for x, y in pairs()]
+    batches[1][1][3][0] = NAN
+    born(train(Regressor(), batches, step), step=1, phase="data", tensor_name="target", sample_index=(3,))
+
+
 def test_an_integer_made_of_nan_is_no_event_but_a_target_out_of_range_raises_as_ever() -> None:
     """NaN becomes some integer in a cast: nothing is non-finite any more."""
 
@@ -249,7 +271,7 @@ def test_an_integer_made_of_nan_is_no_event_but_a_target_out_of_range_raises_as_
     assert train(Regressor(), pairs(), step).event is None
 
 
-# -- empty batches ---------------------------------------------------------------------------------------------------------
+# -- empty batches -----------------------------------------------------------------------------------------------------
 
 
 def test_the_mean_over_an_empty_batch() -> None:
@@ -298,7 +320,7 @@ def test_a_selection_without_members() -> None:
     born(train(Regressor(), batches, step), step=1, phase="loss", mark="nothing selected", op="mean")
 
 
-# -- near misses: bad values that the program handles ---------------------------------------------------------------------
+# -- near misses: bad values that the program handles ------------------------------------------------------------------
 
 
 class Cleans(Regressor):

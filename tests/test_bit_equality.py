@@ -47,7 +47,7 @@ def test_every_optimizer(name: str, options: dict[str, Any], watch: str) -> None
     assert_same(train(make, None), train(make, watch))
 
 
-# -- what the user has switched on ---------------------------------------------------------------------------------------
+# -- what the user has switched on -------------------------------------------------------------------------------------
 
 
 class Counting(TorchFunctionMode):

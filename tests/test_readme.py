@@ -1,4 +1,4 @@
-"""What the documentation says is so: its code runs, its sample report is the demo's, its files and commands are there."""
+"""What the documentation says is so: its code runs, its report is the demo's, its files and commands are there."""
 
 from __future__ import annotations
 

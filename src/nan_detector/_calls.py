@@ -18,7 +18,10 @@ class CallKind(Enum):
     RANDOM = "random"  # the generator's state must be kept
     STATE = "state"  # changes what autograd does with a tensor, not its values
     BACKWARD = "backward"
+    IMPORT = "import"  # makes a tensor of what may be data from outside
 
+
+_IMPORTS = (torch.tensor, torch.as_tensor, torch.asarray)
 
 _BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
 
@@ -55,6 +58,8 @@ def kind_of(func: Callable[..., Any]) -> CallKind:
 def _classify(func: Callable[..., Any]) -> CallKind:
     if func in _BACKWARDS:
         return CallKind.BACKWARD
+    if func in _IMPORTS:
+        return CallKind.IMPORT
     name = getattr(func, "__name__", "") or ""
     owner = getattr(func, "__self__", None)
     if name == "__get__" and owner is not None:

@@ -223,7 +223,7 @@ class NaNDetector:
         if self._engine is not None:
             self._engine.roots.enter(model, args, kwargs)
 
-    # -- what was found --------------------------------------------------------------------------------------------------
+    # -- what was found ------------------------------------------------------------------------------------------------
 
     @property
     def triggered(self) -> bool:

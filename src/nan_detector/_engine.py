@@ -184,7 +184,9 @@ class Engine:
         In a loop without an optimizer this is the loop's own update: judged now, the replay still sees the weights of
         the step, and the update can be refused.
         """
-        if self.standing_down or self.optimizers or self.has_optimizer or not any(id(p) in self._names_by_id for p in weights):
+        if self.standing_down or self.optimizers or self.has_optimizer:
+            return
+        if not any(id(p) in self._names_by_id for p in weights):
             return False
         self._updating = True
         try:
@@ -328,7 +330,9 @@ class Engine:
             finding = investigate(current.tape, self.models, self.config.replay_budget_s, unscaled=True)
         if finding.trace is None or finding.trace.birth is None:
             return None
-        suspicion = Suspicion(note="gradients are not finite at any loss scale: the GradScaler would skip such steps for ever")
+        suspicion = Suspicion(
+            note="gradients are not finite at any loss scale: the GradScaler would skip such steps for ever"
+        )
         self._hit(current, suspicion, pending, None, finding)
         return suspicion
 
@@ -354,7 +358,8 @@ class Engine:
             return
         with hidden():
             width = reading.row.numel()
-        columns = stepped.columns(names, has_loss, width) if stepped is not None else column_names(names, has_loss, width)
+        columns_of = column_names if stepped is None else stepped.columns
+        columns = columns_of(names, has_loss, width)
         optimizer = stepped.optimizer() if stepped is not None else None
         rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
         lr = float(rate) if isinstance(rate, (int, float)) else None
@@ -493,7 +498,7 @@ class Engine:
         """A warning record."""
         self.book.warn(WarningRecord(kind=kind, step=self.step, message=message, **more), message)
 
-    # -- everything else that happens ------------------------------------------------------------------------------------
+    # -- everything else that happens ----------------------------------------------------------------------------------
 
     def gradients_dropped(self, owner: Any, current: Session) -> None:
         """`zero_grad`: backward passes that were never stepped were given up by the loop itself."""

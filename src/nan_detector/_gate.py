@@ -53,7 +53,7 @@ def without_scale(reading: Reading, factor: Tensor, value: float) -> Reading:
     return Reading(row, each, reading.loss, total, largest)
 
 
-#: Up to this many gradients all norms are read, and the rest is arithmetic on the host: cheaper than three more kernels.
+#: Up to this many gradients all norms are read; the rest is arithmetic on the host, cheaper than three more kernels.
 FEW = 64
 
 
@@ -120,7 +120,7 @@ def _as_number(loss: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor
 
 
 def column_names(parameters: Sequence[str], has_loss: bool, width: int) -> tuple[str, ...]:
-    """Names of the `width` entries of `Reading.row`, in which the totals may be left to be worked out when asked for."""
+    """Names of the `width` entries of `Reading.row`; the totals may be left out, to be worked out when asked for."""
     head = [LOSS] if has_loss else []
     if parameters and width > len(head) + len(parameters):
         head += [GRAD_NORM, MAX_GRAD_NORM]

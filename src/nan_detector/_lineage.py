@@ -26,7 +26,7 @@ MAX_TOLD_APART = 16
 
 @dataclass(slots=True, eq=False)
 class OpRecord:
-    """One operation as the tracer saw it. `forward` is, in the backward pass, the operation whose derivative this is."""
+    """One operation as the tracer saw it. In the backward, `forward` is the operation whose derivative this is."""
 
     index: int
     info: OpInfo

@@ -211,7 +211,8 @@ def restore_attribute(module: torch.nn.Module, name: str, value: Any) -> None:
         current.update(value)
     else:
         # A copy was made so that the call can write into it; a second replay needs it again.
-        vars(module)[name] = value.clone() if isinstance(value, Tensor) and not value.requires_grad else frozen_copy(value)
+        plain = isinstance(value, Tensor) and not value.requires_grad
+        vars(module)[name] = value.clone() if plain else frozen_copy(value)
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -291,7 +292,7 @@ class Snapshot:
 
 
 class Tripwire:
-    """Stands in a replay for an iterator: the item that a call would take from it is gone, and the next is the user's."""
+    """Stands in a replay for an iterator: the item that a call would take is gone, and the next is the user's."""
 
     def __init__(self, name: str, iterator: Any) -> None:
         self._name = name

@@ -52,34 +52,37 @@ class OpInfo:
 
 
 _LITERAL = {
-    "full", "full_like", "new_full", "fill", "masked_fill", "where", "scalar_tensor", "constant_pad_nd", "masked_scatter",
-    "lift_fresh", "lift_fresh_copy", "zero", "index_fill", "scatter", "index_put", "_index_put_impl", "select_scatter", "slice_scatter",
-    "masked_fill_scalar",
+    "full", "full_like", "new_full", "fill", "masked_fill", "where", "scalar_tensor", "constant_pad_nd",
+    "masked_scatter", "lift_fresh", "lift_fresh_copy", "zero", "index_fill", "scatter", "index_put", "_index_put_impl",
+    "select_scatter", "slice_scatter", "masked_fill_scalar",
 }  # fmt: skip
 _SELECTS = {
-    "where", "masked_fill", "masked_select", "index", "index_select", "gather", "take", "nan_to_num", "embedding", "slice",
-    "select", "masked_scatter", "topk", "sort", "max_pool2d_with_indices", "isnan", "isfinite", "isinf", "gt", "lt", "ge",
-    "le", "eq", "ne", "argmax", "argmin", "nansum", "fmax", "fmin", "zero", "fill", "copy", "index_put", "scatter",
-    "nll_loss_forward", "nll_loss_backward", "nonzero", "any", "all", "bitwise_and", "logical_and", "logical_or",
-    "logical_not", "multinomial", "slice_backward", "select_backward", "masked_fill_backward", "ctc_loss", "sign", "nll_loss2d_forward",
-    "resize", "set", "unique2", "sum_to_size", "is_all_true", "unbind", "split", "narrow",
+    "where", "masked_fill", "masked_select", "index", "index_select", "gather", "take", "nan_to_num", "embedding",
+    "slice", "select", "masked_scatter", "topk", "sort", "max_pool2d_with_indices", "isnan", "isfinite", "isinf", "gt",
+    "lt", "ge", "le", "eq", "ne", "argmax", "argmin", "nansum", "fmax", "fmin", "zero", "fill", "copy", "index_put",
+    "scatter", "nll_loss_forward", "nll_loss_backward", "nonzero", "any", "all", "bitwise_and", "logical_and",
+    "logical_or", "logical_not", "multinomial", "slice_backward", "select_backward", "masked_fill_backward",
+    "ctc_loss", "sign", "nll_loss2d_forward", "resize", "set", "unique2", "sum_to_size", "is_all_true", "unbind",
+    "split", "narrow",
 }  # fmt: skip
 _ABSORBS = {
-    "rsqrt", "tanh", "sigmoid", "clamp", "clamp_min", "clamp_max", "div", "reciprocal", "atan", "erf", "minimum", "hardtanh",
-    "maximum", "softsign", "threshold", "relu6", "hardsigmoid", "hardswish", "amin", "amax", "mul", "native_layer_norm",
-    "exp", "fmod", "remainder", "tanh_backward", "sigmoid_backward", "min", "max", "round", "atan2", "erfc", "sgn",
+    "rsqrt", "tanh", "sigmoid", "clamp", "clamp_min", "clamp_max", "div", "reciprocal", "atan", "erf", "minimum",
+    "hardtanh", "maximum", "softsign", "threshold", "relu6", "hardsigmoid", "hardswish", "amin", "amax", "mul",
+    "native_layer_norm", "exp", "fmod", "remainder", "tanh_backward", "sigmoid_backward", "min", "max", "round",
+    "atan2", "erfc", "sgn",
 }  # fmt: skip
 _MASK_AWARE = {
     "softmax", "log_softmax", "logsumexp", "exp", "sigmoid", "safe_softmax", "amax", "max", "maximum", "logaddexp",
-    "logcumsumexp", "scaled_dot_product_attention", "scaled_dot_product_flash_attention_for_cpu", "log_sigmoid_forward",
-    "scaled_dot_product_efficient_attention", "scaled_dot_product_flash_attention", "masked_softmax", "softplus", "relu",
-    "leaky_relu", "elu", "topk", "sort", "argmax", "minimum", "amin", "min",
+    "logcumsumexp", "scaled_dot_product_attention", "scaled_dot_product_flash_attention_for_cpu",
+    "log_sigmoid_forward", "scaled_dot_product_efficient_attention", "scaled_dot_product_flash_attention",
+    "masked_softmax", "softplus", "relu", "leaky_relu", "elu", "topk", "sort", "argmax", "minimum", "amin", "min",
 }  # fmt: skip
 _CONTRACTS = {
     "mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "convolution", "linear", "native_batch_norm",
     "native_layer_norm", "native_group_norm", "cudnn_batch_norm", "miopen_batch_norm", "native_batch_norm_legit",
     "lstm", "gru", "mkldnn_rnn_layer", "thnn_fused_lstm_cell", "convolution_overrideable", "mkldnn_linear", "addr",
-    "linalg_svd", "linalg_eigh", "linalg_inv_ex", "linalg_solve_ex", "linalg_cholesky_ex", "linalg_lu_factor_ex", "cumsum",
+    "linalg_svd", "linalg_eigh", "linalg_inv_ex", "linalg_solve_ex", "linalg_cholesky_ex", "linalg_lu_factor_ex",
+    "cumsum",
 }  # fmt: skip
 _OVERWRITES = {
     "copy",
@@ -95,13 +98,17 @@ _OVERWRITES = {
     "geometric",
 }
 _WRITES_STATISTICS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
-_REDUCTIONS = {"sum", "mean", "logsumexp", "amax", "amin", "var", "std", "linalg_vector_norm", "norm", "prod", "nansum", "var_mean", "std_mean"}  # fmt: skip
+_REDUCTIONS = {
+    "sum", "mean", "logsumexp", "amax", "amin", "var", "std", "linalg_vector_norm", "norm", "prod", "nansum",
+    "var_mean", "std_mean",
+}  # fmt: skip
 _POINTWISE = {
-    "add", "sub", "mul", "div", "pow", "exp", "log", "sqrt", "rsqrt", "reciprocal", "where", "masked_fill", "clamp", "tanh",
-    "sigmoid", "to_copy", "neg", "abs", "log1p", "log2", "log10", "expm1", "acos", "asin", "atan", "atanh", "acosh", "copy",
-    "lgamma", "digamma", "erfinv", "logit", "minimum", "maximum", "addcmul", "addcdiv", "square", "rsub", "threshold_backward",
-    "sigmoid_backward", "tanh_backward", "log_sigmoid_forward", "log_sigmoid_backward", "gelu", "gelu_backward", "silu", "silu_backward",
-    "softplus", "softplus_backward", "leaky_relu", "elu", "relu", "cosh", "sinh", "tan", "cos", "sin", "xlogy", "fmod", "lerp",
+    "add", "sub", "mul", "div", "pow", "exp", "log", "sqrt", "rsqrt", "reciprocal", "where", "masked_fill", "clamp",
+    "tanh", "sigmoid", "to_copy", "neg", "abs", "log1p", "log2", "log10", "expm1", "acos", "asin", "atan", "atanh",
+    "acosh", "copy", "lgamma", "digamma", "erfinv", "logit", "minimum", "maximum", "addcmul", "addcdiv", "square",
+    "rsub", "threshold_backward", "sigmoid_backward", "tanh_backward", "log_sigmoid_forward", "log_sigmoid_backward",
+    "gelu", "gelu_backward", "silu", "silu_backward", "softplus", "softplus_backward", "leaky_relu", "elu", "relu",
+    "cosh", "sinh", "tan", "cos", "sin", "xlogy", "fmod", "lerp",
 }  # fmt: skip
 
 _infos: dict[Any, OpInfo] = {}

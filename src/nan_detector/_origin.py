@@ -90,7 +90,7 @@ def _at_the_end(tracer: OpTracer, replayed: Replayed) -> Line:
 
 
 def _forward_story(tracer: OpTracer, gen: Gen) -> Gen:
-    """A birth in the backward whose forward operation already made a bad value that was dropped: that one is the origin."""
+    """The origin of a birth in the backward whose forward operation had made a bad value already, which was dropped."""
     forward = gen.record.forward
     if gen.record.phase != "backward" or forward is None or gen.record.own_frame:
         return gen

@@ -1,7 +1,7 @@
 """What is changed in PyTorch while at least one detector is attached, and put back when the last one leaves.
 
-Everything here is process-wide, so it asks the registered watchers and the calling thread's session what to do, and does
-nothing for threads and modules that nobody watches.
+Everything here is process-wide, so it asks the registered watchers and the calling thread's session what to do, and
+does nothing for threads and modules that nobody watches.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _wrap_compiled_modules() -> None:
 
 
 def _compiled_module(original: Callable[..., Any], compiled: Any, args: Any, kwargs: Any) -> Any:
-    """`torch.compile` of a watched module: its hooks are not seen in its compiled code, so they are called around it."""
+    """`torch.compile` of a watched module: compiled code does not run its hooks, so they are called around it."""
     module = compiled._orig_mod
     watching = [w.roots for w in list(_watchers) if w.roots.watches(module)]
     if not watching:

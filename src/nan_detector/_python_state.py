@@ -184,7 +184,8 @@ class PythonState:
 
     def _object(self, value: Any, path: str, depth: int) -> None:
         if _is_library(type(value).__module__):
-            # An optimizer or scheduler holds state that a replay never steps; the rest of the library has none of the user's.
+            # An optimizer or scheduler holds state that a replay never steps; the rest of the library, none of the
+            # user's.
             return
         self._class(type(value))
         contents = getattr(value, "__dict__", None)

@@ -280,7 +280,7 @@ class Step:
             self.names.also(key_of(copy), value, module, name)
             module._buffers[name] = copy
 
-    # -- swapping --------------------------------------------------------------------------------------------------------
+    # -- swapping ------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _swapped(self) -> Iterator[None]:
@@ -337,7 +337,7 @@ class Step:
                 key = key_of(token.value)
                 if token.name is None:
                     token.name = path
-                if token.opaque and kind is not BirthKind.INPUT:
+                if kind is not BirthKind.INPUT and (token.opaque or _is_made(path)):
                     # Made in this step, by code that is not seen: no label, and where it went bad is not known.
                     self._made_inputs.setdefault(key, (BirthKind.OPAQUE, path))
                     continue
@@ -391,6 +391,11 @@ class Step:
             copy = copy if now is None else now
             path = self.names.of_module(module)[0]
             self.replayed.buffers[f"{path}.{name}" if path not in (None, "root") else name] = copy
+
+
+def _is_made(text: str) -> bool:
+    """True when an argument's source text is a call that computes it, not one that takes it from the batch."""
+    return "(" in text and not any(word in text for word in ("next(", ".get(", ".pop(", ".popleft("))
 
 
 def _buffer_copy(module: torch.nn.Module, name: str, b: Tensor) -> Tensor:

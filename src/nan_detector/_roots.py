@@ -131,6 +131,7 @@ class Roots:
                     kind="root",
                     owner=module,
                 )
+                entry.extra.versions = self._weights(module)
                 if habits.writes_inputs:
                     self._save_inputs(entry)
         except BaseException:
@@ -181,6 +182,13 @@ class Roots:
         for token in tokens_in((entry.args, entry.kwargs)):
             if isinstance(token, Outside) and token.snapshot is None:
                 token.snapshot = token.tensor.detach().clone()
+
+    def _weights(self, module: torch.nn.Module) -> tuple[tuple[Any, int], ...]:
+        """The first parameter and its version: for whether the weights are still those that the call used."""
+        found = self._identity.get(id(module))
+        owner = found[1]() if found is not None else None
+        p = owner._parameters.get(found[0]) if found is not None and owner is not None else None
+        return () if p is None or p.is_inference() else ((p, p._version),)
 
     def _parameters_swapped(self, module: torch.nn.Module) -> bool:
         """True inside a `functional_call` of the user's: another tensor stands in a parameter's place."""

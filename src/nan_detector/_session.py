@@ -170,6 +170,10 @@ class Session:
         kind = kind_of(func)
         if kind is CallKind.IGNORE or _functorch_level() is not None:
             return func(*args, **kwargs)
+        if kind is CallKind.IMPORT:
+            if args and _is_data(args[0]):
+                return func(*args, **kwargs)  # numbers of the batch, as if the loader had made a tensor of them
+            kind = CallKind.PLAIN
         entry = None
         if kind is CallKind.IN_PLACE:
             with hidden():
@@ -390,6 +394,13 @@ def scale(outputs: Any, factor: Tensor) -> Any:
     if isinstance(outputs, Tensor):
         return outputs * factor.to(outputs.device)
     return type(outputs)(scale(o, factor) for o in outputs)
+
+
+def _is_data(value: Any) -> bool:
+    """True for a numpy array, or a list of numbers that is not written out tensor by tensor."""
+    if isinstance(value, (list, tuple)):
+        return len(value) > 1 and next(tensors_in(value), None) is None
+    return not isinstance(value, Tensor) and hasattr(value, "__array_interface__")
 
 
 def _holds_tensor(out: Any) -> bool:

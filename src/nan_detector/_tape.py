@@ -45,7 +45,8 @@ class Outside:
     def __init__(self, tensor: Tensor, *, weak: bool = False, size: int = 0) -> None:
         self.ident = id(tensor)
         self.leaf = tensor.is_leaf
-        # A grad_fn that no recorded call explains: made by code the tape does not see (a compiled function, a C++ extension).
+        # A grad_fn that no recorded call explains: made by code the tape does not see (a compiled function, an
+        # extension).
         self.opaque = not tensor.is_leaf
         self._ref = weakref.ref(tensor) if weak else None
         self._held = None if weak else tensor if self.leaf else tensor.detach()
@@ -136,7 +137,8 @@ def autocast_state() -> tuple[Any, ...] | None:
     """Which autocast regions are open, or None when none is: cheap, as it is asked for every recorded call."""
     if not torch._C._is_any_autocast_enabled():
         return None
-    return tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in AUTOCAST_KEYS) + (
+    return (
+        *((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in AUTOCAST_KEYS),
         torch.is_autocast_cache_enabled(),
     )
 
@@ -341,7 +343,7 @@ class Tape:
 
 
 def _writes_into(writer: Entry, wanted: set[Entry], used: set[Outside]) -> bool:
-    """True when `writer` may write into memory of what `wanted` made or `used`: its target, or what that is a view of."""
+    """True when `writer` may write into memory of what `wanted` made or `used`, itself or through a view."""
     for token in tokens_in((writer.args[:1], writer.kwargs.get("out"))):
         while isinstance(token, Made):
             if token.entry in wanted:
@@ -395,7 +397,7 @@ def items_of(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
-    """Every tensor in `value`, in a fixed order: containers, mappings, dataclasses, then the attributes of plain objects."""
+    """Every tensor in `value`, in a fixed order: containers, mappings, dataclasses, attributes of plain objects."""
     if isinstance(value, Tensor):
         yield value
     elif value is None or type(value) in _ATOMS or depth == 0:

@@ -275,8 +275,9 @@ class OpTracer(TorchDispatchMode):
                     versions.append((t, t._version))
 
     def undo_writes(self) -> None:
-        """Give memory that is not the trace's its earlier contents back, and its tensors their version: a backward of
-        the user's that is still to come must not take them for changed.
+        """Give memory that is not the trace's its earlier contents back, and its tensors their version.
+
+        A backward of the user's that is still to come must not take them for changed.
         """
         for whole, copy, versions in self.journal.values():
             whole.copy_(copy)
@@ -285,7 +286,7 @@ class OpTracer(TorchDispatchMode):
         self.journal.clear()
 
     def _bad_inputs(self, info: OpInfo, ins: list[Tensor]) -> dict[int, Line]:
-        """Births carried by those inputs that do hold non-finite values, by position; meets outside tensors for the first time."""
+        """Births carried by those inputs that do hold non-finite values, by position; meets tensors from outside."""
         found: dict[int, Line] = {}
         for position, t in enumerate(ins):
             line = self.lineage.of(t)

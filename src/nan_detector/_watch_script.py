@@ -84,6 +84,7 @@ def _status(exit_: SystemExit) -> int:
 def _print_as_python_would(error: BaseException) -> None:
     """The traceback from the script's first frame on: ours and runpy's are nobody's business."""
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((os.path.dirname(__file__), "<frozen runpy")):
+    not_the_scripts = (os.path.dirname(__file__), "<frozen runpy")
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(not_the_scripts):
         trace = trace.tb_next
     traceback.print_exception(type(error), error, trace)

@@ -185,7 +185,7 @@ class Engine:
         the step, and the update can be refused.
         """
         if self.standing_down or self.optimizers or self.has_optimizer:
-            return
+            return False
         if not any(id(p) in self._names_by_id for p in weights):
             return False
         self._updating = True
@@ -436,9 +436,7 @@ class Engine:
         self.book.final(event)
         return self._act(policy, event)
 
-    def _explained(
-        self, current: Session, event: NaNEvent, suspicion: Suspicion, finding: Finding | None
-    ) -> NaNEvent:
+    def _explained(self, current: Session, event: NaNEvent, suspicion: Suspicion, finding: Finding | None) -> NaNEvent:
         """`_explain`, or the provisional event made final: a bug in the search must not cost the protection."""
         try:
             return self._explain(current, event, suspicion, finding)
@@ -450,9 +448,7 @@ class Engine:
                 event, status="final", notes=(*event.notes, f"the search failed: {type(error).__name__}: {error}")
             )
 
-    def _explain(
-        self, current: Session, event: NaNEvent, suspicion: Suspicion, finding: Finding | None
-    ) -> NaNEvent:
+    def _explain(self, current: Session, event: NaNEvent, suspicion: Suspicion, finding: Finding | None) -> NaNEvent:
         steps, columns = self.recorder.columns(200)
         history = {k: tuple(v) for k, v in columns.items()}
         if suspicion.hyper is not None and not suspicion.losses and not suspicion.gradients:

@@ -27,6 +27,7 @@ LEARNING_CALLS = 3
 #: Largest tensor attribute, in elements, that a Moment copies.
 MAX_COPIED = 1 << 20
 
+
 @dataclass(slots=True)
 class Moment:
     """The start of a call of `module`."""
@@ -142,9 +143,7 @@ class _Picture:
 
     def __init__(self, modules: list[torch.nn.Module]) -> None:
         self.attributes = {(id(m), n): v for m, n, v in _attribute_values(modules)}
-        self.states = {
-            (id(m), n): PythonState([v]) for m in modules for n, v in own_attributes(m) if is_container(v)
-        }
+        self.states = {(id(m), n): PythonState([v]) for m in modules for n, v in own_attributes(m) if is_container(v)}
         self.versions = {(id(m), n): (id(b), _version(b)) for m, n, b in _buffers(modules)}
         self.versions |= {k: (id(v), _version(v)) for k, v in self.attributes.items() if isinstance(v, Tensor)}
 

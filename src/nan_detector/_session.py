@@ -356,9 +356,7 @@ class Session:
         return out
 
 
-def weights_behind(
-    tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[Tensor]:
+def weights_behind(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The parameters that an in-place call writes into; none where it writes into anything else as well."""
     if getattr(func, "__name__", "") in ("__set__", "__delete__"):
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")

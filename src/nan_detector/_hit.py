@@ -13,8 +13,9 @@ from nan_detector import _finite
 from nan_detector._diagnosis import diagnose
 from nan_detector._errors import ReplayRefused
 from nan_detector._gate import Suspicion
+from nan_detector._moment import Moment
 from nan_detector._naming import Names
-from nan_detector._origin import birth_of, silent_births, trace_of
+from nan_detector._origin import birth_of, silent_births, trace_of, trace_of_line
 from nan_detector._quiet import quiet
 from nan_detector._records import Cause, NaNEvent, Phase, Reproduced, Severity, TensorStats, Verdict
 from nan_detector._replay import Replayed, Step
@@ -82,6 +83,14 @@ def investigate(
     if not entries:
         return Finding(notes=(*notes, "nothing of this step was recorded, so it cannot be replayed"))
     names = Names(models)
+    if _weights_lost(entries, names):
+        return Finding(
+            notes=(
+                *notes,
+                "not replayed: when it was found, the weights had been overwritten with non-finite values by code that "
+                "no gate sees (a compiled optimizer step, say)",
+            )
+        )
     step = Step(entries, list(tape.outside.values()), models, names, time.perf_counter() + budget_s, unscaled)
     try:
         replayed = step.run()
@@ -122,6 +131,15 @@ def _poisoned_buffers(replayed: Replayed, names: Names) -> list[str]:
         ]
 
 
+def _weights_lost(entries: list[Entry], names: Names) -> bool:
+    """True when the step's weights were damaged after it used them: what a replay found now would be another story."""
+    last = {id(e.owner): e.extra for e in entries if e.kind == "root" and isinstance(e.extra, Moment)}
+    with quiet():
+        if all(p._version == version for moment in last.values() for p, version in moment.versions):
+            return False
+    return weights_state(names.parameters(), ()) != "clean"
+
+
 def _with_samples(finding: Finding, names: Names, entries: list[Entry]) -> Finding:
     """`finding` with the names of its samples, where the batch carries them."""
     birth = finding.trace.birth if finding.trace is not None else None
@@ -131,12 +149,27 @@ def _with_samples(finding: Finding, names: Names, entries: list[Entry]) -> Findi
     return replace(finding, sample_id=ids)
 
 
+def _before_the_unseen(replayed: Replayed) -> list[str]:
+    """What the model's own outputs show, where the way from them to the loss is not known."""
+    with quiet():
+        line = frozenset(g for t in replayed.outputs for g in replayed.tracer.ancestry(t))
+    birth = trace_of_line(replayed.tracer, line).birth if line else None
+    if birth is None:
+        return ["what the model gave is finite"]
+    where = birth.location
+    return [
+        f"what the model gave was already not finite in the replay: {birth.op} made it"
+        + (f" at {where.file}:{where.line}" if where is not None else "")
+    ]
+
+
 def _conclude(replayed: Replayed, notes: list[str]) -> Finding:
     trace = trace_of(replayed)
     notes += replayed.notes
     if replayed.raised is not None:
         notes.append(
-            f"the step raised {type(replayed.raised).__name__}: {str(replayed.raised).splitlines()[0][:200] if str(replayed.raised) else ''}"
+            f"the step raised {type(replayed.raised).__name__}: "
+            f"{next(iter(str(replayed.raised).splitlines()), '')[:200]}"
         )
     micro = replayed.micro_step_of(trace.birth.number) if trace.birth is not None else 0
     if replayed.same is False:
@@ -152,12 +185,14 @@ def _conclude(replayed: Replayed, notes: list[str]) -> Finding:
                 + (f" at {where.file}:{where.line}" if where is not None else "")
             )
         return Finding(None, "no", tuple(notes), micro)
-    if trace.birth is None:
+    unseen = trace.birth is not None and trace.birth.kind == BirthKind.OPAQUE.value
+    if trace.birth is None or (unseen and trace.birth.tensor_name in replayed.opaque):
         if replayed.opaque:
             notes.append(
-                f"{replayed.opaque[0]} was made by code that the recorder does not see (a compiled function, an extension): "
-                "run the step through det.run_step to have it replayed whole"
+                f"{replayed.opaque[0]} was made by code that the recorder does not see (a compiled function, an "
+                "extension): run the step through det.run_step to have it replayed whole"
             )
+            notes += _before_the_unseen(replayed)
         else:
             notes.append("the same step again is finite")
         return Finding(None, "no", tuple(notes), micro)
@@ -165,7 +200,8 @@ def _conclude(replayed: Replayed, notes: list[str]) -> Finding:
 
 
 _PHASES: dict[str, Phase] = {
-    "data": "data", "forward": "forward", "loss": "loss", "backward": "backward", "optimizer": "optimizer", "state": "state",
+    "data": "data", "forward": "forward", "loss": "loss",
+    "backward": "backward", "optimizer": "optimizer", "state": "state",
 }  # fmt: skip
 
 _VERDICTS: dict[str, Verdict] = {"input": "data", "label": "data", "parameter": "state", "buffer": "state"}

@@ -112,8 +112,10 @@ def born(
         layer,
         micro_step,
         "yes",
-    ), (f"{event.op} {event.step} {event.phase} {found} {event.layer_name} {event.micro_step} {event.reproduced} "
-        f"{event.notes} {event.symptom}; expected {marked_line(where)}")
+    ), (
+        f"{event.op} {event.step} {event.phase} {found} {event.layer_name} {event.micro_step} {event.reproduced} "
+        f"{event.notes} {event.symptom}; expected {marked_line(where)}"
+    )
     assert event.op in ops
     assert event.severity == "error"
     assert event.weights == "clean"

@@ -1,6 +1,6 @@
 """The README's code, and the sample report in it, which is what the demo's first part prints.
 
-    python tests/_readme.py        writes the report into README.md anew
+Run as a program (``make readme``) this writes the report into README.md anew.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ class Block:
 
 def blocks(text: str) -> list[Block]:
     """Every fenced block, in order."""
-    return [
-        Block(m[1], m[2], text.count("\n", 0, m.start(2)) + 1, m.start(2), m.end(2)) for m in _FENCE.finditer(text)
-    ]
+    return [Block(m[1], m[2], text.count("\n", 0, m.start(2)) + 1, m.start(2), m.end(2)) for m in _FENCE.finditer(text)]
 
 
 def sample_block(text: str) -> Block:

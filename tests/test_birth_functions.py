@@ -1,4 +1,4 @@
-"""Custom `autograd.Function`s, double backward, checkpointing and `torch.func`: backwards that users write or repeat."""
+"""Custom `autograd.Function`s, double backward, checkpointing, `torch.func`: backwards that users write or repeat."""
 
 from __future__ import annotations
 
@@ -327,9 +327,7 @@ def test_checkpoint_sequential() -> None:
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoint_in_the_loss(reentrant: bool) -> None:
-    det = train(
-        Scale(), two(HEALTHY, ZEROS), lossy(lambda x: checkpoint(body, x, use_reentrant=reentrant))
-    )
+    det = train(Scale(), two(HEALTHY, ZEROS), lossy(lambda x: checkpoint(body, x, use_reentrant=reentrant)))
     born(det, body, op="sqrt", layer=None)
 
 

@@ -1,4 +1,4 @@
-"""Births from half precision, on the CPU: overflows in float16 and bfloat16, autocast, and the GradScaler around them."""
+"""Births from half precision, on the CPU: overflows in float16 and bfloat16, autocast, and the GradScaler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plain training loop, marks in the source, and checks: what the tests of births from data, state, precision share."""
+"""A plain training loop, marks in the source, and checks: for the tests of births from data, state and precision."""
 
 from __future__ import annotations
 

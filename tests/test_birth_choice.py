@@ -232,7 +232,10 @@ def infinite_distance_in_place(h: Tensor, bad: bool) -> Tensor:
 
 @pytest.mark.parametrize(
     "body",
-    [safe_where, metric_only, best_so_far, nan_marks_what_is_missing, infinite_distance_to_itself, infinite_distance_in_place],
+    [
+        safe_where, metric_only, best_so_far, nan_marks_what_is_missing, infinite_distance_to_itself,
+        infinite_distance_in_place,
+    ],
     ids=lambda f: f.__name__,
 )  # fmt: skip
 @pytest.mark.parametrize("inside", [False, True], ids=["loss", "module"])

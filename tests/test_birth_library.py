@@ -257,7 +257,8 @@ def without_eps(out: Tensor, bad: bool) -> Tensor:
 
 
 EVENTS = {
-    negative_determinant: {"logdet"}, singular: {"slogdet", "linalg_slogdet", "log"}, impossible_alignment: {"ctc_loss"},
+    negative_determinant: {"logdet"}, singular: {"slogdet", "linalg_slogdet", "log"},
+    impossible_alignment: {"ctc_loss"},
     closed_set_entropy: {"div"}, negative_scale: {"log"}, beyond_tanh: {"atanh", "log", "log1p"},
     zero_exponent: {"xlogy", "log", "mul", "pow"}, one_sample: {"std"},
     normal_likelihood: {"log", "div", "gaussian_nll_loss"},

@@ -61,6 +61,7 @@ class Session:
         self.mode: TapeMode | None = None
         self.home = False  # the thread that attached: the mode stays on between steps
         self.roots: list[Any] = []  # watched modules that are running, outermost first
+        self.evaluating = 0  # > 0: in a closure, so that the step around it goes on
         self.stepping: list[Any] = []  # optimizers whose step is running
         self.gates = 0  # optimizer steps that reached a pre-hook
         self.scaler: Any = None  # the GradScaler whose `step` is running
@@ -123,9 +124,11 @@ class Session:
             self.paused -= 1
             self.push()
             depth = self.paused
+            self.evaluating += 1
             try:
                 return inner(*a, **k)
             finally:
+                self.evaluating -= 1
                 if self.paused == depth:  # it raised before its verdict
                     self.pause_again()
 
@@ -135,7 +138,7 @@ class Session:
 
     def recover(self) -> None:
         """Undo the marks of an optimizer step or root call that raised and so never told us that it ended."""
-        if self.stepping and not self.busy:
+        if self.stepping and not self.busy and not self.evaluating:
             self.paused = max(0, self.paused - len(self.stepping))
             self.stepping.clear()
         if self.home and not self.paused and not self.roots:

@@ -168,8 +168,16 @@ class Engine:
         tape = current.tape
         before = [e for e in tape.entries if e is not entry and e.kind == "root" and e.number < entry.number]
         if before and not any(r() is not None for e in before for r in e.made):
+            last = before[-1].number
             wanted = tape.needed(
-                [e for e in tape.entries if e.number >= entry.number or any(r() is not None for r in e.made)]
+                [
+                    e
+                    for e in tape.entries
+                    if e.number >= entry.number
+                    or any(r() is not None for r in e.made)
+                    # A Python number outlives the tensor that it was read from.
+                    or (e.scalar is not None and e.number > last)
+                ]
             )
             tape.keep_only(wanted)
 
@@ -530,6 +538,12 @@ class Engine:
         tape = current.tape
         if isinstance(error, (NonFiniteError, KeyboardInterrupt, SystemExit, GeneratorExit)):
             return
+        if error is not None and tape.entries and tape.entries[-1].raised and tape.backwards:
+            # A backward that failed has left no gradients to judge: what made it fail is asked first.
+            known = len(self.book.events)
+            self._after_exception(current, error)
+            if len(self.book.events) > known:
+                return
         if tape.pending():
             with current.off():
                 self._judge(current, list(parameters_with_gradients(self.names)), None)

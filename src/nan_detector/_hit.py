@@ -189,8 +189,8 @@ def _conclude(replayed: Replayed, notes: list[str]) -> Finding:
     if trace.birth is None or (unseen and trace.birth.tensor_name in replayed.opaque):
         if replayed.opaque:
             notes.append(
-                f"{replayed.opaque[0]} was made by code that the recorder does not see (a compiled function, an "
-                "extension): run the step through det.run_step to have it replayed whole"
+                f"{replayed.opaque[0]} was made by code that the recorder does not see (a compiled function, a "
+                "torch.func transform, an extension): run the step through det.run_step to have it replayed whole"
             )
             notes += _before_the_unseen(replayed)
         else:

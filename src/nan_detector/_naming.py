@@ -87,15 +87,17 @@ class Names:
 
     def arguments(self, entry: Entry) -> Iterator[tuple[BirthKind, str, Outside]]:
         """Kind, path and token of each outside tensor among the arguments of `entry`."""
-        kind = BirthKind.INPUT if entry.kind == "root" else BirthKind.LABEL
+        usual = BirthKind.INPUT if entry.kind == "root" else BirthKind.LABEL
         names = _parameter_names(entry) if entry.kind == "root" else []
         for i, value in enumerate(entry.args):
             name = names[i] if i < len(names) else None
             if name is None and entry.mark is not None and entry.kind != "root":
                 name = argument_text(entry.mark, i, None) if _has_outside(value) else None
+            kind = BirthKind.GRADIENT if entry.kind == "backward" and i == 1 else usual
             for path, token in _paths(value, _subscripts(name) or f"args[{i}]"):
                 yield kind, path, token
         for key, value in entry.kwargs.items():
+            kind = BirthKind.GRADIENT if key in ("gradient", "grad_tensors") and entry.kind == "backward" else usual
             text = (
                 argument_text(entry.mark, None, key)
                 if entry.mark is not None and entry.kind != "root" and _has_outside(value)

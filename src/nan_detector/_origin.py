@@ -152,6 +152,8 @@ def birth_of(gen: Gen) -> Birth:
     library = False
     if gen.kind is BirthKind.CONSTANT and record.api and record.api not in (op, "full", "tensor", "where"):
         op, library = record.api, True
+    if gen.kind is BirthKind.GRADIENT:
+        op = "backward"
     kind = BirthKind.OPERATION if library else gen.kind
     layer = _layer(record)
     if source and gen.name and gen.kind in (BirthKind.PARAMETER, BirthKind.BUFFER):

@@ -81,7 +81,7 @@ class Step:
         self.buffer_copies: list[tuple[torch.nn.Module, str, Tensor]] = []
         self.outside = {o.ident: o for o in outside}
         self.locals: dict[int, Tensor] = {}
-        self.tracer = OpTracer(barrier=_make_call.__code__, outside=self._name_of, deadline=deadline)
+        self.tracer = OpTracer(barrier=make_call.__code__, outside=self._name_of, deadline=deadline)
         self.tracer.protected = self._is_users_memory
         self.tracer.on_leaf = self._stash
         self.replayed = Replayed(self.tracer)
@@ -218,9 +218,11 @@ class Step:
                 args = (args[0], torch.ones_like(args[1]))
         if moment is not None:
             _refuse_iterators(args, kwargs)
+        if tracer.api == "register_hook" and _has_hook(args):
+            return True  # the alias took over what its parameter had
         try:
-            with _modes_of(entry):
-                out = _make_call(entry.func, args, kwargs)
+            with modes_of(entry):
+                out = make_call(entry.func, args, kwargs)
         except ReplayEnds:
             return False
         except ReplayRefused:
@@ -228,6 +230,8 @@ class Step:
         except Exception as error:
             self.replayed.raised = error
             return False
+        if entry.scalar is not None:
+            tracer.number_given((args, kwargs))
         self.results[entry] = list(tensors_in(out))
         if tracer.api == "grad" and not any(t.requires_grad for t in self.results[entry]):
             self._gradients.add(entry)  # `p.grad`, or autograd.grad without create_graph
@@ -268,7 +272,7 @@ class Step:
         if len(mine) != len(entry.losses) or (self.unscaled and entry.unscaled):
             return
         with quiet():
-            same = all(_same_values(a, b) for a, b in zip(mine, entry.losses, strict=True))
+            same = all(same_values(a, b) for a, b in zip(mine, entry.losses, strict=True))
         self.replayed.same = same if self.replayed.same is None else self.replayed.same and same
 
     def _restore_moment(self, moment: Moment) -> None:
@@ -324,9 +328,26 @@ class Step:
                 alias = p.detach().requires_grad_()
             for hook in (p._backward_hooks or {}).values():
                 alias.register_hook(hook)
+            for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values():
+                alias.register_post_accumulate_grad_hook(self._without_steps(hook))
             self.aliases[id(p)] = alias
             self._own_leaves.add(id(alias))
         return alias
+
+    def _without_steps(self, hook: Any) -> Any:
+        """A hook on a finished gradient, which may scale the gradient, but may not step an optimizer in a replay."""
+
+        def call(alias: Tensor) -> None:
+            try:
+                hook(alias)
+            except ReplayEnds:
+                pass
+            except Exception as error:  # it looks its optimizer up by the parameter, which the alias is not
+                self.replayed.notes.append(
+                    f"a hook on a gradient could not be run again ({type(error).__name__}: {error})"[:200]
+                )
+
+        return call
 
     def _name_outside(self) -> None:
         """Names for the tensors of the batch: arguments of root calls are inputs, the rest are labels."""
@@ -407,11 +428,16 @@ def _buffer_copy(module: torch.nn.Module, name: str, b: Tensor) -> Tensor:
     return copy
 
 
-def _same_values(a: Tensor, b: Tensor) -> bool:
+def same_values(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def _make_call(func: Any, args: Any, kwargs: Any) -> Any:
+def _has_hook(args: Any) -> bool:
+    """True where the arguments of a `register_hook` are a tensor and a hook that it has."""
+    return len(args) > 1 and any(hook is args[1] for hook in (args[0]._backward_hooks or {}).values())
+
+
+def make_call(func: Any, args: Any, kwargs: Any) -> Any:
     """The barrier: frames outside this one are not the replayed call's."""
     return func(*args, **kwargs)
 
@@ -435,7 +461,7 @@ class _ApiNames(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def _modes_of(entry: Entry) -> Iterator[None]:
+def modes_of(entry: Entry) -> Iterator[None]:
     """Grad mode and autocast as they were when the call was recorded."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(entry.grad_enabled))

@@ -197,7 +197,7 @@ class Session:
         except Exception:
             # The call that failed because of the bad value is the end of the story: keep it for the replay.
             try:
-                self.tape.add(entry or self._entry(func, args, kwargs, here(3), kind), None)
+                self.tape.add(entry or self._entry(func, args, kwargs, here(3), kind), None).raised = True
             except Exception as bug:
                 self.failed(bug)
             raise

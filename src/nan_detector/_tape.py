@@ -128,6 +128,7 @@ class Entry:
     scalar: float | None = None  # a non-finite Python number the call gave
     age: int = 0  # gates passed since
     writes: bool = False  # it writes into a tensor that it did not make
+    raised: bool = False  # it ended in an exception
 
 
 AUTOCAST_KEYS = ("cpu", "cuda")

@@ -317,6 +317,8 @@ class OpTracer(TorchDispatchMode):
         if kind is BirthKind.OPAQUE and intended and not _mask_like(stats):
             intended = False
         record = self._placed(info, _current_node())
+        if kind is BirthKind.GRADIENT:  # handed to the backward that is running: its call is the place, not a derivative
+            record = OpRecord(self.operations, info, "backward", self.mark, None, "backward")
         gen = Gen(
             (RANK.get(kind, 2), self.operations),
             kind,
@@ -339,6 +341,12 @@ class OpTracer(TorchDispatchMode):
             self.last_scalar = self._lines(self._bad_inputs(record.info, ins))
             if self.on_scalar is not None:
                 self.on_scalar(self.last_scalar)
+
+    def number_given(self, args: Any) -> None:
+        """A call gave a non-finite Python number without an operation of its own (`tolist`)."""
+        line = self.lineage.union(_floats(args))
+        if line:
+            self.last_scalar = line
 
     def _uninitialised(self, record: OpRecord, outs: list[Tensor]) -> None:
         for o in outs:
@@ -383,10 +391,12 @@ class OpTracer(TorchDispatchMode):
         if not line and scalars and not info.literal:
             line = self.last_scalar or self._constant(record, scalars)
         fresh: list[Gen] = []
+        if info.literal and literal is not None and math.isnan(literal) and not line:
+            line = self.last_scalar  # a tensor made of a number that was read from another
         if info.literal and literal is not None and not line:
             # A literal NaN is never intended: where it reaches the loss, the call that chose it is to blame.
             fresh.append(self._birth(record, BirthKind.CONSTANT, not math.isnan(literal), info, shown, out, None))
-        elif info.literal and literal is not None:
+        elif info.literal and literal is not None and not (math.isnan(literal) and line <= self.last_scalar):
             line |= {self._birth(record, BirthKind.CONSTANT, not math.isnan(literal), info, shown, out, None)}
         elif not line:
             fresh.append(self._birth(record, BirthKind.OPERATION, False, info, shown, out, None))

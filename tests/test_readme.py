@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,26 @@ def targets() -> set[str]:
 def test_make_targets_named_in_the_documents_are_there(document: str):
     named = set(re.findall(r"`make (\w+)", (ROOT / document).read_text(encoding="utf-8")))
     assert named <= targets()
+
+
+# -- the examples -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "words_of_the_report"),
+    [
+        ("plain_loop", ("NaN born at step 12, in the forward pass", "0 (Standardise)", "plain_loop.py:", "x.std(")),
+        ("detect_nan", ("Inf born at step 0, in the backward pass", "torch.sqrt", "detect_nan.py:", "exactly 0")),
+    ],
+)
+def test_examples_print_the_report(name: str, words_of_the_report: tuple[str, ...], capfd: pytest.CaptureFixture[str]):
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    printed = capfd.readouterr().out
+    assert all(w in printed for w in words_of_the_report), printed
+
+
+def test_every_example_is_run():
+    assert {p.stem for p in (ROOT / "examples").glob("*.py")} == {"plain_loop", "detect_nan"}
 
 
 # -- what it points to ------------------------------------------------------------------------------------------------

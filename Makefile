@@ -25,6 +25,9 @@ help:
 demo: $(VENV)/.demo
 	$(BIN)/nan-detector demo
 
+# Torch builds the tests' small extension with ninja, and looks for that on the PATH.
+test campaign: export PATH := $(CURDIR)/$(BIN):$(PATH)
+
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest
 

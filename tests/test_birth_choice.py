@@ -162,6 +162,27 @@ def same_tensor_two_births(h: Tensor, bad: bool) -> Tensor:
     return x[1:]
 
 
+def padding_rows_through_a_layer(h: Tensor, bad: bool) -> Tensor:
+    x = h.detach().clone()
+    x[0] = 0.0
+    ratio = x / x.sum(-1, keepdim=True)
+    if bad:
+        x[3] = -x[3]
+    logs = ratio * x.log()  # <-- birth
+    weights = F.softmax(F.linear(logs, torch.ones(4, 4)), -1)
+    rows = (weights @ torch.ones(4, 2)).mean(-1)
+    return rows[1:] * h[1:, 0]
+
+
+def a_batch_of_sequences(h: Tensor, bad: bool) -> Tensor:
+    one, other = h.detach()[:2], h.detach()[2:]
+    empty = (one * 0).mean(-1) / (one * 0).sum(-1)
+    guilty = other.mean(-1) / (0.0 if bad else 1.0)  # <-- birth
+    both = torch.stack([empty, guilty[:2]]).repeat(1, 2).flatten()
+    padding = torch.tensor([True, True, True, True, False, False, False, False])
+    return both.masked_fill(padding, 0.0).exp() * h.sum()
+
+
 def written_in_place(h: Tensor, bad: bool) -> Tensor:
     x = torch.zeros_like(h)
     x[:] = 1.0 / torch.zeros(4)
@@ -173,7 +194,7 @@ def written_in_place(h: Tensor, bad: bool) -> Tensor:
 CHOICES = {
     earlier_one_is_dropped: "div", a_later_one_does_not_reach_the_loss: "div", both_reach: "log",
     second_operand_is_the_culprit: "sqrt", one_element_is_masked_away: "sqrt", same_tensor_two_births: "div",
-    written_in_place: "div",
+    written_in_place: "div", padding_rows_through_a_layer: "log", a_batch_of_sequences: "div",
 }  # fmt: skip
 
 

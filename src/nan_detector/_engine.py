@@ -19,11 +19,13 @@ from nan_detector._errors import NonFiniteError
 from nan_detector._gate import Reading, Suspicion, column_names, confirm, measure, take, without_scale
 from nan_detector._hit import Finding, complete, investigate, new_event, weights_state
 from nan_detector._hyper import bad_hyperparameter
+from nan_detector._moment import Habits
 from nan_detector._naming import Names
 from nan_detector._quiet import hidden, quiet
 from nan_detector._recorder import Recorder
 from nan_detector._records import GradEvent, NaNEvent, StepRow, WarningRecord
 from nan_detector._roots import Roots
+from nan_detector._run_step import Call
 from nan_detector._scaling import Skips, knows_scale, scale_in_use, skips_itself, still_scaled
 from nan_detector._session import Session, session
 from nan_detector._skip import cancelled, closure_of, is_stand_in, judged
@@ -69,6 +71,9 @@ class Engine:
         self._optimizers: dict[int, Stepped] = {}
         self._names_by_id = {id(p): name for name, p in self.names.parameters()}
         self._spent = 0.0
+        self.running: Call | None = None  # the call of `run_step` that is running
+        self._raised: Call | None = None  # the last one, if it raised and nothing else was done since
+        self._step_habits: dict[int, Habits] = {}
         self._updating = False  # the loop's own update of the weights has begun
         self._warned_step: int | None = None
         self._kind: StepWatch = {Watch.STEP: StepWatch, Watch.LAYERS: LayerWatch, Watch.OPS: OpWatch}[config.watch](
@@ -98,6 +103,7 @@ class Engine:
         try:
             self.contain(self._finish, current, error)
         finally:
+            self.running = self._raised = None
             self._kind.close()
             self.roots.remove()
             current.users -= 1
@@ -139,6 +145,7 @@ class Engine:
         """A watched model is about to be called, outermost."""
         if not training:
             return
+        self._raised = None
         if self.stopped and not self.noticed and not current.busy:
             event = self.book.events[0]
             raise NonFiniteError(f"{headline(event)}. Training went on although the step was stopped.", event)
@@ -471,11 +478,45 @@ class Engine:
             finding = self._kind.explain(current, suspicion)
             if finding is None:
                 with current.off():
-                    finding = investigate(current.tape, self.models, self.config.replay_budget_s)
+                    finding = self._investigate(current)
         layer = (
             finding.trace.birth.layer_name if finding.trace is not None and finding.trace.birth is not None else None
         )
         return complete(event, finding, history, before_sentences(columns, steps, layer=layer))
+
+    def _investigate(self, current: Session) -> Finding:
+        """The replay: of the whole step where it is one call, else (or where that fails) of what the tape holds."""
+        models, budget = self.models, self.config.replay_budget_s
+        call = self.running or self._raised
+        if call is None or call.session is not current or not call.whole:
+            return investigate(current.tape, models, budget)
+        whole = investigate(current.tape, models, budget, call=call)
+        if whole.reproduced == "yes":
+            return whole
+        taped = investigate(current.tape, models, budget)
+        notes = tuple(n for n in whole.notes if n not in taped.notes)
+        if taped.reproduced == "yes":
+            return replace(taped, notes=(*taped.notes, *(f"the step function called again: {n}" for n in notes)))
+        return replace(whole, notes=(*whole.notes, *(n for n in taped.notes if n not in whole.notes)))
+
+    def run_step(self, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        """Call a step function so that it can be called again."""
+        outer, self._raised = self.running, None
+        self.running = self.contain(Call, function, args, kwargs, self.models, self._step_habits, session())
+        try:
+            out = function(*args, **kwargs)
+        except Exception:
+            # The end of the watch may still want to know why.
+            self._raised = self.running
+            if self._raised is not None:
+                self._raised.raised = True
+            raise
+        else:
+            if self.running is not None:
+                self.contain(self.running.ended)
+        finally:
+            self.running = outer
+        return out
 
     def _policy(self, event: NaNEvent) -> Policy:
         chosen = self.config.on_nan
@@ -553,7 +594,7 @@ class Engine:
     def _after_exception(self, current: Session, error: BaseException) -> None:
         """The user's code raised: if a bad value made it do so, the event must still be there."""
         with current.off():
-            finding = investigate(current.tape, self.models, self.config.replay_budget_s)
+            finding = self._investigate(current)
         if finding.trace is None or finding.trace.birth is None:
             return
         event = new_event(self.step, Suspicion(), phase="forward")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,7 +156,7 @@ class Step:
         modules = list({id(m): m for model in self.models.values() for m in model.modules()}.values())
         generators = [g for e in self.entries for g, _ in e.generators]
         generators += [g for e in self.entries if isinstance(e.extra, Moment) for g, _ in e.extra.generators]
-        snapshot = Snapshot(modules, generators)
+        snapshot = Snapshot(modules, generators, self.values())
         stance = _eager_stance()
         try:
             with (
@@ -170,10 +170,8 @@ class Step:
                 self._name_outside()
                 used = {t for e in self.entries for t in tokens_in((e.args, e.kwargs)) if isinstance(t, Outside)}
                 self.replayed.changed = [t for t in used if t.changed and t.ident not in self.aliases]
-                with self._module_tracking(), _ApiNames(self.tracer), self.tracer:
-                    for entry in self.entries:
-                        if not self._make(entry):
-                            break
+                with self._module_tracking(), _ApiNames(self), self.tracer:
+                    self.make_all()
                 self._collect()
         finally:
             with quiet():
@@ -183,6 +181,20 @@ class Step:
                     leaf.grad = grad
             snapshot.restore()
         return self.replayed
+
+    def values(self) -> tuple[Any, ...]:
+        """Functions and values, beyond the models, whose state the replay may move."""
+        return ()
+
+    def make_all(self) -> None:
+        """Make the step again."""
+        for entry in self.entries:
+            if not self._make(entry):
+                break
+
+    def called(self, func: Callable[..., Any], args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+        """A function of the library is called in the replay; `run` makes the call."""
+        return run()
 
     def _make(self, entry: Entry) -> bool:
         """Make one entry again. False ends the replay."""
@@ -445,17 +457,17 @@ def make_call(func: Any, args: Any, kwargs: Any) -> Any:
 class _ApiNames(TorchFunctionMode):
     """Tells the tracer which function of the library the user's code is calling."""
 
-    def __init__(self, tracer: OpTracer) -> None:
+    def __init__(self, step: Step) -> None:
         super().__init__()
-        self.tracer = tracer
+        self.step = step
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tracer = self.tracer
+        tracer = self.step.tracer
         outer = tracer.api, tracer.api_inputs, tracer.transformed
         tracer.api, tracer.api_inputs = public_name(func), args
         tracer.transformed = _functorch_level() is not None
         try:
-            return func(*args, **(kwargs or {}))
+            return self.step.called(func, args, kwargs or {}, lambda: func(*args, **(kwargs or {})))
         finally:
             tracer.api, tracer.api_inputs, tracer.transformed = outer
 

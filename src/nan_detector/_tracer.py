@@ -551,6 +551,10 @@ class OpTracer(TorchDispatchMode):
 
     # -- asked afterwards ----------------------------------------------------------------------------------------------
 
+    def made(self, key: int) -> bool:
+        """True for memory that an operation of this trace has written."""
+        return key in self._made
+
     def ancestry(self, t: Tensor) -> Line:
         """Births that the non-finite values of `t` descend from; empty where `t` is finite."""
         if not _finite.checkable(t) or _finite.is_finite(t):

@@ -83,6 +83,7 @@ TABLE = (
             "_recorder",
             "_replay",
             "_roots",
+            "_run_step",
             "_samples",
             "_scaling",
             "_rollback",

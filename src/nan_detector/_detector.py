@@ -20,7 +20,7 @@ from nan_detector._naming import models_of
 from nan_detector._recorder import History, Recorder
 from nan_detector._records import GradEvent, NaNEvent, RunRecord, WarningRecord
 from nan_detector._session import session
-from nan_detector._state import switched_off
+from nan_detector._state import is_replaying, switched_off
 from nan_detector._version import __version__
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class NaNDetector:
         """
         if isinstance(idx, bool) or not hasattr(idx, "__index__"):
             raise TypeError(f"idx={idx!r} must be a whole number, such as that of enumerate(loader).")
-        if self._engine is not None and self._session is not None:
+        if self._engine is not None and self._session is not None and not is_replaying():
             ids = () if sample_ids is None else tuple(str(s) for s in sample_ids)
             self._engine.set_batch(idx.__index__(), ids, self._session)
 
@@ -193,10 +193,15 @@ class NaNDetector:
             True when a warning was logged in this call.
         """
         engine = self._engine
-        return bool(engine is not None and engine.contain(engine.check_grad_norms))
+        return bool(engine is not None and not is_replaying() and engine.contain(engine.check_grad_norms))
 
     def run_step(self, step_fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run one training step, as ``step_fn(*args, **kwargs)``, and return what it returns.
+
+        The same as the step in the plain loop, but when it goes wrong `step_fn` itself is called again, under the
+        tracer and with nothing of what it does kept: so code is searched too that a recorder does not see (a compiled
+        loss, an extension). Give it the batch, not an iterator to take it from; what it does to the outside world
+        (files, prints) it does twice, unless it asks `is_replaying`.
 
         Raises:
             NotAttachedError: The detector is not attached.
@@ -205,7 +210,9 @@ class NaNDetector:
             raise NotAttachedError(
                 "run_step needs an attached detector: use it inside `with NaNDetector(model) as det:`."
             )
-        return step_fn(*args, **kwargs)
+        if self._engine is None or is_replaying():
+            return step_fn(*args, **kwargs)
+        return self._engine.run_step(step_fn, args, kwargs)
 
     def also_watch(self, model: torch.nn.Module) -> None:
         """Watch one more model from now on, under its class's name.
@@ -279,7 +286,7 @@ class NaNDetector:
         return [] if self._book is None else self._book.events
 
     def _notice(self) -> None:
-        if self._engine is not None:
+        if self._engine is not None and not is_replaying():
             self._engine.noticed = True
 
     def _run_record(self) -> RunRecord:

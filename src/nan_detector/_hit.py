@@ -20,6 +20,7 @@ from nan_detector._quiet import quiet
 from nan_detector._records import Cause, NaNEvent, Phase, Reproduced, Severity, TensorStats, Verdict
 from nan_detector._replay import Replayed, Step
 from nan_detector._samples import sample_ids
+from nan_detector._run_step import Call, WholeStep
 from nan_detector._state import logger, strict
 from nan_detector._tape import Entry, Tape
 from nan_detector._trace import Birth, BirthKind, GuiltyInput, Trace
@@ -68,6 +69,7 @@ def investigate(
     *,
     silent: bool = False,
     unscaled: bool = False,
+    call: Call | None = None,
 ) -> Finding:
     """Replay the step on `tape` and trace the harm to its birth. Never raises on the training's account.
 
@@ -76,11 +78,12 @@ def investigate(
         models: The watched models.
         budget_s: Seconds that the replay may take.
         silent: Look for overflows that did no harm instead.
+        call: Replay this call of a step function instead of what is on the tape.
         unscaled: Replay with every loss scale at 1: what is bad then is not the scaler's doing.
     """
     notes = [f"dropped: {d}" for d in tape.dropped]
     entries = relevant_entries(tape)
-    if not entries:
+    if not entries and call is None:
         return Finding(notes=(*notes, "nothing of this step was recorded, so it cannot be replayed"))
     names = Names(models)
     if _weights_lost(entries, names):
@@ -91,7 +94,12 @@ def investigate(
                 "no gate sees (a compiled optimizer step, say)",
             )
         )
-    step = Step(entries, list(tape.outside.values()), models, names, time.perf_counter() + budget_s, unscaled)
+    outside, deadline = list(tape.outside.values()), time.perf_counter() + budget_s
+    step = (
+        Step(entries, outside, models, names, deadline, unscaled)
+        if call is None
+        else WholeStep(call, entries, outside, models, names, deadline)
+    )
     try:
         replayed = step.run()
     except ReplayRefused as refusal:

@@ -17,8 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from nan_detector._errors import ReplayRefused
 from nan_detector._session import Session, all_sessions, session
-from nan_detector._state import is_replaying
+from nan_detector._skip import closure_of
+from nan_detector._state import is_replaying, steps_in_replay
 
 
 class ReplayEnds(BaseException):
@@ -74,10 +76,11 @@ def _install() -> None:
     _wrap(torch.amp.GradScaler, "step", _scaler_step)
     _wrap(torch.amp.GradScaler, "update", _quiet)
     _wrap(torch.amp.GradScaler, "unscale_", _unscale)
-    _wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", _quiet)
+    _wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", _next_batch)
     _wrap_apply()
     _wrap_compiled_calls()
     _wrap_compiled_modules()
+    _wrap_compile_in_place()
 
 
 def _uninstall() -> None:
@@ -166,13 +169,24 @@ def _wrap_compiled_calls() -> None:
     frame: Any = importlib.import_module("torch._dynamo.eval_frame")  # an optimizer step imports it anyway
     original = getattr(frame, "_callback_from_stance", None)
     set_frame = getattr(frame, "_maybe_set_eval_frame", None)
+    guards = getattr(frame, "_is_skip_guard_eval_unsafe_stance", None)
     if original is None or set_frame is None:
         return
 
+    def skips_guards() -> Any:
+        # An op tracer has to leave before the wrapper notes the dispatch keys that the compiled code will run with.
+        current = session()
+        if current.lives and not is_replaying() and sys._getframe(1).f_code.co_name == "compile_wrapper":
+            current.aside = [live for live in current.lives if live.step_aside()]
+        return guards()
+
     def callback_from_stance(callback: Any) -> Any:
-        if callback is not None and not is_replaying():
-            current = session()
-            aside = [live for live in current.lives if live.step_aside()]
+        current = session()
+        aside, current.aside = current.aside, []
+        if callback is None or is_replaying():
+            for live in reversed(aside):
+                live.step_back()
+        else:
             current.compiled.append([sys._getframe(1), current.pop(), False, aside])
             _apply[0].leave()
         return original(callback)
@@ -196,6 +210,9 @@ def _wrap_compiled_calls() -> None:
 
     frame._callback_from_stance = callback_from_stance
     _undo.append(lambda: setattr(frame, "_callback_from_stance", original))
+    if guards is not None:
+        frame._is_skip_guard_eval_unsafe_stance = skips_guards
+        _undo.append(lambda: setattr(frame, "_is_skip_guard_eval_unsafe_stance", guards))
     frame._maybe_set_eval_frame = maybe_set_eval_frame
     _undo.append(lambda: setattr(frame, "_maybe_set_eval_frame", set_frame))
     _undo.append(_forget_compiled)
@@ -215,42 +232,82 @@ def _wrap_compiled_modules() -> None:
 
     @functools.wraps(original)
     def call(compiled: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or is_replaying():
-            return original(compiled, *args, **kwargs)
-        aside = [live for live in session().lives if live.step_aside()]
-        try:
-            return _compiled_module(original, compiled, args, kwargs)
-        finally:
-            for live in reversed(aside):
-                live.step_back()
+        return _compiled_module(functools.partial(original, compiled), compiled._orig_mod, args, kwargs)
 
     cls.__call__ = call
     _undo.append(lambda: delattr(cls, "__call__") if inherited else setattr(cls, "__call__", original))
 
 
-def _compiled_module(original: Callable[..., Any], compiled: Any, args: Any, kwargs: Any) -> Any:
+def _compiled_module(compiled: Callable[..., Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """`torch.compile` of a watched module: compiled code does not run its hooks, so they are called around it."""
-    module = compiled._orig_mod
+    if torch.compiler.is_compiling() or is_replaying():
+        return compiled(*args, **kwargs)
     watching = [w.roots for w in list(_watchers) if w.roots.watches(module)]
-    if not watching:
-        return original(compiled, *args, **kwargs)
+    aside = [live for live in session().lives if live.step_aside()]
     out = None
-    for roots in watching:
-        roots.enter(module, args, kwargs)
     try:
-        out = original(compiled, *args, **kwargs)
+        for roots in watching:
+            roots.enter(module, args, kwargs)
+        try:
+            out = compiled(*args, **kwargs)
+        finally:
+            for roots in reversed(watching):
+                roots.leave(module, out)
     finally:
-        for roots in reversed(watching):
-            roots.leave(module, out)
+        for live in reversed(aside):
+            live.step_back()
     return out
+
+
+def _wrap_compile_in_place() -> None:
+    original = torch.nn.Module.compile
+
+    @functools.wraps(original)
+    def compile(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        original(module, *args, **kwargs)
+        if any(w.roots.watches(module) for w in list(_watchers)):
+            see_compiled(module)
+
+    torch.nn.Module.compile = compile  # type: ignore[method-assign]
+    _undo.append(lambda: setattr(torch.nn.Module, "compile", original))
+
+
+def see_compiled(module: torch.nn.Module) -> None:
+    """See the calls of a module that ``module.compile()`` compiled in place."""
+    compiled = vars(module).get("_compiled_call_impl")
+    if compiled is None or compiled in _in_place:
+        return
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _compiled_module(compiled, module, args, kwargs)
+
+    def undo() -> None:
+        _in_place.remove(call)
+        if vars(module).get("_compiled_call_impl") is call:
+            module._compiled_call_impl = compiled
+
+    _in_place.append(call)
+    module._compiled_call_impl = call  # type: ignore[assignment]
+    _undo.append(undo)
+
+
+#: What stands in the place of compiled calls.
+_in_place: list[Any] = []
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if torch.compiler.is_compiling():
         return None
     if is_replaying():
+        if steps_in_replay(optimizer):
+            return None
+        closure = closure_of(args, kwargs)
+        if closure is not None:  # the gradients of such a step are made within it
+            closure()
         raise ReplayEnds
     current = session()
+    current.steps += 1
     current.pop()
     current.paused += 1
     replaced = None
@@ -284,6 +341,8 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 def _zero_grad(original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
     if is_replaying():
+        if isinstance(owner, torch.optim.Optimizer) and steps_in_replay(owner):
+            return original(owner, *args, **kwargs)
         return None
     current = session()
     if not current.users:
@@ -293,6 +352,12 @@ def _zero_grad(original: Callable[..., Any], owner: Any, *args: Any, **kwargs: A
         watcher.gradients_dropped(owner, current)
     with current.off():
         return original(owner, *args, **kwargs)
+
+
+def _next_batch(original: Callable[..., Any], iterator: Any) -> Any:
+    if is_replaying():
+        raise ReplayRefused("the step takes its batch from a data loader, which a replay would take one more from")
+    return _quiet(original, iterator)
 
 
 def _quiet(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

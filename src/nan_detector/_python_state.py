@@ -184,8 +184,11 @@ class PythonState:
 
     def _object(self, value: Any, path: str, depth: int) -> None:
         if _is_library(type(value).__module__):
-            # An optimizer or scheduler holds state that a replay never steps; the rest of the library, none of the
-            # user's.
+            # An optimizer's state is never stepped by a replay, but its settings may be changed by the code around it.
+            for group in getattr(value, "param_groups", ()) if isinstance(value, torch.optim.Optimizer) else ():
+                self._keep(group, dict(group))
+            if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+                self._keep(vars(value), dict(vars(value)))
             return
         self._class(type(value))
         contents = getattr(value, "__dict__", None)

@@ -33,6 +33,10 @@ Tensor = torch.Tensor
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 
+#: Calls that are walked back from the last one of a step that raised.
+MAX_LOOKED_AT = 32
+
+
 @dataclass
 class Replayed:
     """What a replay gave."""
@@ -191,6 +195,25 @@ class Step:
         for entry in self.entries:
             if not self._make(entry):
                 break
+        if self.entries and entry.kind == "call":
+            self.replayed.results_last = [*self.replayed.results_last, *self._looked_at(entry)]
+
+    def _looked_at(self, last: Entry) -> list[Tensor]:
+        """The values that the last call was about: those an answer such as `isfinite(loss).all()` was worked out from."""
+        out: list[Tensor] = []
+        todo, done = [last], set()
+        while todo and len(done) < MAX_LOOKED_AT:
+            e = todo.pop()
+            done.add(e)
+            for t in tokens_in((e.args, e.kwargs)):
+                made = self.results.get(t.entry, ()) if isinstance(t, Made) else ()
+                if isinstance(t, Made) and t.position < len(made):
+                    value = made[t.position]
+                    if value.is_floating_point() or value.is_complex():
+                        out.append(value)
+                    elif t.entry not in done:
+                        todo.append(t.entry)
+        return out
 
     def called(self, func: Callable[..., Any], args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """A function of the library is called in the replay; `run` makes the call."""

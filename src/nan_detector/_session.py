@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -30,6 +30,19 @@ if TYPE_CHECKING:
 
 _compiling = torch.compiler.is_compiling
 _functorch_level = torch._C._functorch.peek_interpreter_stack
+
+
+#: Looks at bad values that are remembered between two gates.
+MAX_LOOKS = 16
+
+
+class Look(NamedTuple):
+    """The user's code read a bad value, or was told of one."""
+
+    maker: Entry
+    mark: Mark | None
+    value: float | None
+    step: int
 
 
 class TapeMode(TorchFunctionMode):
@@ -55,6 +68,7 @@ class Session:
         self.tape = Tape()
         self.users = 0
         self.lives: list[Any] = []  # op tracers on this thread's dispatch stack
+        self.aside: list[Any] = []  # those that stepped aside for the compiled code about to be entered
         self.broken = False  # the recording failed: a bug of ours
         self.paused = 0  # > 0: calls are not recorded although the mode may be on the stack
         self.busy = 0  # > 0: inside one of our handlers; the stack must not be touched
@@ -63,8 +77,11 @@ class Session:
         self.roots: list[Any] = []  # watched modules that are running, outermost first
         self.evaluating = 0  # > 0: in a closure, so that the step around it goes on
         self.stepping: list[Any] = []  # optimizers whose step is running
+        self.steps = 0  # optimizer steps, of anybody
         self.gates = 0  # optimizer steps that reached a pre-hook
         self.scaler: Any = None  # the GradScaler whose `step` is running
+        self.step = 0  # that of the last call of a watched module
+        self.looks: list[Look] = []
         self.gradient_scale: Tensor | None = None  # what the gradients are multiplied by until they are unscaled
         #: Of each engine: called with parameters that are written while a backward waits to be judged; True refuses.
         self.before_update: list[Callable[[list[Tensor]], bool]] = []
@@ -209,10 +226,13 @@ class Session:
                     if out == out and out not in (float("inf"), float("-inf")):
                         return out
                 elif not isinstance(out, Tensor) and not _holds_tensor(out):
+                    if isinstance(out, bool):
+                        self._answered(args, out)
                     return out
                 entry = self._entry(func, args, kwargs, here(3), kind)
                 if isinstance(out, float):
                     entry.scalar = out
+                    self._looked(args, out, entry.mark)
             elif kind is CallKind.BACKWARD:
                 with hidden():
                     roots = [t for t in _roots_of_backward(args, kwargs) if t.numel() == 1]
@@ -286,6 +306,33 @@ class Session:
             gens = [v for v in kwargs.values() if isinstance(v, torch.Generator)]
             entry.generators = tuple((g, g.get_state()) for g in gens)
         return entry
+
+    def _looked(self, args: tuple[Any, ...], value: float | None, mark: Mark | None) -> None:
+        """The user's code knows of a bad value that could be trained on."""
+        t = args[0] if args else None
+        maker = self.tape.made_by(t) if isinstance(t, Tensor) and t.requires_grad else None
+        if maker is not None and len(self.looks) < MAX_LOOKS:
+            self.looks.append(Look(maker, mark, value, self.step))
+
+    def _answered(self, args: tuple[Any, ...], answer: bool) -> None:
+        """The user's code asked a question: was it whether a value is finite, and the answer no?"""
+        t = args[0] if args else None
+        maker = self.tape.made_by(t) if isinstance(t, Tensor) else None
+        while maker is not None:
+            token = next(tokens_in(maker.args), None)
+            if not isinstance(token, Made):
+                return
+            name = public_name(maker.func)
+            if name in ("isnan", "isinf", "isfinite"):
+                source = token.entry.made[token.position]()
+                if source is not None and source.requires_grad and answer is (name != "isfinite"):
+                    self._looked((source,), None, here(4))
+                return
+            if name in ("logical_not", "invert", "bitwise_not"):
+                answer = not answer
+            elif name not in ("any", "all", "detach", "cpu", "item"):
+                return
+            maker = token.entry
 
     def _before_scaling(self, entry: Entry, roots: list[Tensor]) -> None:
         """Of a backward from what a GradScaler scaled: the losses themselves, which alone are the training's."""

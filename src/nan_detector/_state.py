@@ -6,7 +6,8 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 logger = logging.getLogger("nan_detector")
 
@@ -17,6 +18,7 @@ BUG = "nan_detector has a bug and stands down; training goes on unwatched. Pleas
 
 class _Local(threading.local):
     replaying: int = 0
+    may_step: Callable[[Any], bool] | None = None
 
 
 _local = _Local()
@@ -38,6 +40,21 @@ def replaying() -> Iterator[None]:
         yield
     finally:
         _local.replaying -= 1
+
+
+@contextlib.contextmanager
+def replay_may_step(allowed: Callable[[Any], bool]) -> Iterator[None]:
+    """In this thread's replay, optimizers that are `allowed` step; the first other one ends it."""
+    outer, _local.may_step = _local.may_step, allowed
+    try:
+        yield
+    finally:
+        _local.may_step = outer
+
+
+def steps_in_replay(optimizer: Any) -> bool:
+    """True when `optimizer` belongs to the replayed step itself."""
+    return _local.may_step is not None and _local.may_step(optimizer)
 
 
 def switched_off() -> bool:

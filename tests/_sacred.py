@@ -14,8 +14,11 @@ import torch
 
 from nan_detector import NaNDetector
 
-# PyTorch wraps the step of a class of optimizers when the first of them is made: that is none of our doing.
+# PyTorch wraps the step of a class of optimizers when the first of them is made, and once more when something is first
+# compiled: that is none of our doing.
 torch.optim.LBFGS([torch.zeros(1)])
+torch.compile(lambda x: x, backend="eager")(torch.zeros(1))
+torch._dynamo.reset()
 
 LEVELS = ("step", "layers", "ops")
 SEED = 20

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from nan_detector._moment import Habits, Moment
+from nan_detector._patches import see_compiled
 from nan_detector._quiet import hidden
 from nan_detector._session import Session, session
 from nan_detector._source import here
@@ -78,6 +79,7 @@ class Roots:
         self._handles.clear()
 
     def _hook(self, module: torch.nn.Module) -> None:
+        see_compiled(module)
         enter, leave = RootHook(self, module, "enter"), RootHook(self, module, "leave")
         self._handles[id(module)] = [
             module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),

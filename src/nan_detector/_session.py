@@ -18,12 +18,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from nan_detector import _finite
-from nan_detector._calls import CallKind, kind_of
+from nan_detector._calls import CallKind, kind_of, public_name
 from nan_detector._lineage import key_of
 from nan_detector._quiet import hidden, quiet
 from nan_detector._source import Mark, enclosing_module, here
 from nan_detector._state import BUG, is_replaying, logger, strict
-from nan_detector._tape import Entry, Made, Outside, Tape, Tensor, autocast_state, tensors_in
+from nan_detector._tape import Entry, Made, Outside, Tape, Tensor, autocast_state, tensors_in, tokens_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -167,6 +167,7 @@ class Session:
         self.roots.clear()
         self.stepping.clear()
         self.compiled.clear()
+        self.looks.clear()
         self.paused = 0
         self.broken = False
         mode = self.mode

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nan_detector._detector import NaNDetector
-from nan_detector._state import is_replaying
+from nan_detector._state import is_replaying, switched_off
 
 #: Training calls without a new model after which the search ends until a step of unknown parameters shows up.
 SETTLED_CALLS = 200
@@ -33,6 +33,8 @@ class AutoWatch:
         self._handles: list[Any] = []
 
     def __enter__(self) -> AutoWatch:
+        if switched_off():
+            return self
         module = torch.nn.modules.module
         self._handles = [
             module.register_module_forward_pre_hook(self._enter),

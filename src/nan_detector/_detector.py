@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -127,9 +128,10 @@ class NaNDetector:
         """
         if self._engine is not None:
             self.detach()
-        self._book = Book(self._config)
         if switched_off():
+            self._book, self._recorder = Book(replace(self._config, log_dir=None)), Recorder(self._config.history)
             return self
+        self._book = Book(self._config)
         self._book.write(self._run_record())
         engine = Engine(self._models, self._config, self._book)
         self._engine, self._session = engine, session()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import weakref
@@ -16,6 +17,8 @@ from nan_detector._before import before_sentences
 from nan_detector._book import Book
 from nan_detector._config import Config, Policy, Replay, Watch, policy_named
 from nan_detector._errors import NonFiniteError
+from nan_detector._evaluation import Evaluation, Seen, bad_outputs
+from nan_detector._finite import read
 from nan_detector._gate import Reading, Suspicion, column_names, confirm, measure, take, without_scale
 from nan_detector._hit import Finding, complete, investigate, new_event, weights_state
 from nan_detector._hyper import bad_hyperparameter
@@ -30,6 +33,7 @@ from nan_detector._scaling import Skips, knows_scale, scale_in_use, skips_itself
 from nan_detector._session import Session, session
 from nan_detector._skip import cancelled, closure_of, is_stand_in, judged
 from nan_detector._state import BUG, is_replaying, logger, strict
+from nan_detector._source import location_of
 from nan_detector._stepped import Stepped
 from nan_detector._summary import headline
 from nan_detector._tape import Entry
@@ -57,6 +61,7 @@ class Engine:
             self.names = Names(models)
         self.recorder = Recorder(config.history)
         self._skips = Skips()
+        self.evaluation = Evaluation(self.names)
         self.lock = threading.RLock()
         self.overheads: deque[float] = deque(maxlen=OVERHEAD_STEPS)
         self.told_step: int | None = None
@@ -66,7 +71,7 @@ class Engine:
         self.noticed = False
         self.standing_down = False
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.has_optimizer = False  # one was told to drop its gradients, so that it will step sooner or later
+        self.has_optimizer: bool | None = None  # one of our parameters', which will step sooner or later; None: not known
         self.guessed_groups = 0  # counted while no optimizer was known: one step, if one comes (accumulation)
         self._optimizers: dict[int, Stepped] = {}
         self._names_by_id = {id(p): name for name, p in self.names.parameters()}
@@ -74,6 +79,7 @@ class Engine:
         self.running: Call | None = None  # the call of `run_step` that is running
         self._raised: Call | None = None  # the last one, if it raised and nothing else was done since
         self._step_habits: dict[int, Habits] = {}
+        self._unforgotten = False  # the step was judged, and is not yet off the tape
         self._updating = False  # the loop's own update of the weights has begun
         self._warned_step: int | None = None
         self._kind: StepWatch = {Watch.STEP: StepWatch, Watch.LAYERS: LayerWatch, Watch.OPS: OpWatch}[config.watch](
@@ -145,21 +151,32 @@ class Engine:
         """A watched model is about to be called, outermost."""
         if not training:
             return
+        current.step = self.step
         self._raised = None
         if self.stopped and not self.noticed and not current.busy:
             event = self.book.events[0]
             raise NonFiniteError(f"{headline(event)}. Training went on although the step was stopped.", event)
-        if not self.optimizers and not self.has_optimizer and current.tape.backwards:
+        if current.tape.backwards and not self.optimizers and not self._will_step():
             # A loop that writes its own update: its last step is judged here, before the next begins.
             self.contain(lambda: self._judge_without_optimizer(current))
             self.guessed_groups += 1
 
+    def _will_step(self) -> bool:
+        """Whether there is an optimizer for our parameters: a second backward without a step may be accumulation."""
+        if self.has_optimizer is None:
+            # Asked once, and only of a loop whose optimizer has neither stepped nor dropped its gradients so far.
+            made = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+            self.has_optimizer = any(self.owns(o) for o in made if getattr(o, "param_groups", None))
+        return self.has_optimizer
+
     def on_leave(self, current: Session, entry: Entry, output: Any) -> None:
         """A watched model has returned."""
         if not entry.grad_enabled:
-            self._drop_idle(current)
-        elif not current.tape.backwards:
+            self.evaluation.note(entry.owner, output, self.step)
+        if not current.tape.backwards:
             self._drop_abandoned(current, entry)
+            if not entry.grad_enabled:
+                self._drop_idle(current)
 
     def _drop_idle(self, current: Session) -> None:
         """Evaluation: calls without gradients pile up until something needs them, and nothing will."""
@@ -171,10 +188,10 @@ class Engine:
             tape.forget_before(idle[-MAX_IDLE // 2])
 
     def _drop_abandoned(self, current: Session, entry: Entry) -> None:
-        """A forward whose outputs are all gone was dropped by the loop itself."""
+        """A forward whose outputs are all gone was dropped by the loop itself, as every batch of an evaluation is."""
         tape = current.tape
         before = [e for e in tape.entries if e is not entry and e.kind == "root" and e.number < entry.number]
-        if before and not any(r() is not None for e in before for r in e.made):
+        if any(not any(r() is not None for r in e.made) for e in before):
             last = before[-1].number
             wanted = tape.needed(
                 [
@@ -260,7 +277,25 @@ class Engine:
         """The step was taken or stood in for."""
         stepped = self._optimizers.get(id(optimizer))
         if stepped is not None and stepped.owned and not self.standing_down:
+            if self._unforgotten:
+                self.contain(self._forget, current)
             self._end_of_step(current)
+
+    def _forget(self, current: Session) -> None:
+        """What was judged leaves the tape; what only other detectors of this thread watch stays for them."""
+        self._unforgotten = False
+        tape = current.tape
+        with hidden():
+            spare: set[Entry] = set()
+            if current.users > 1:
+                theirs = [e for e in tape.pending() if not self._is_mine(current, e)]
+                spare = tape.needed(theirs[-MAX_UNJUDGED:])
+            tape.judged(keep_alive=len(self.optimizers) != 1 or self.groups < 2, spare=spare)
+
+    def _is_mine(self, current: Session, backward: Entry) -> bool:
+        """True when a watched model, or no model at all, took part in what this backward started from."""
+        roots = [e for e in current.tape.needed([backward]) if e.kind == "root"]
+        return not roots or any(self.names.is_watched(e.owner) for e in roots)
 
     def _end_of_step(self, current: Session) -> None:
         self.groups += 1
@@ -279,12 +314,18 @@ class Engine:
 
     def _judge(self, current: Session, given: list[tuple[str, Tensor]] | None, optimizer: Any) -> bool:
         """Judge gradients (`given`, or those `optimizer` is about to use) and the losses since the last gate."""
+        if self._unforgotten:  # a step that raised
+            self._forget(current)
         tape = current.tape
         pending = tape.pending()
+        if current.users > 1:
+            pending = [e for e in pending if self._is_mine(current, e)]
         if pending and not self.roots.armed and not self._has_moment(current):
             self.roots.arm_children()
         losses = [loss for e in pending for loss in e.unscaled or e.losses]
         scale = scale_in_use(current)
+        if current.looks:
+            self._tell_handled(current, pending)
         stepped = self._stepped(optimizer) if optimizer is not None else None
         with quiet():
             columns, extra = self._kind.collect()
@@ -294,7 +335,14 @@ class Engine:
                 names, grads = [n for n, _ in given or ()], [g for _, g in given or ()]
             if scale is not None:
                 extra = scale.reshape(1) if extra is None else torch.cat([extra, scale.reshape(1).to(extra)])
+            evaluated, outputs = self.evaluation.collect()
+            if outputs is not None:
+                extra = outputs if extra is None else torch.cat([extra, outputs.to(extra)])
             reading, extremes = measure(grads, losses, extra)
+        if evaluated:
+            tail = len(extremes) - 2 * len(evaluated)
+            self._tell_evaluated(evaluated, extremes[tail:])
+            del extremes[tail:]
         factor = extremes.pop() if scale is not None else None
         if scale is not None and factor is not None and still_scaled(optimizer):
             reading = without_scale(reading, scale, factor)
@@ -331,10 +379,38 @@ class Engine:
             if reading.largest is not None and reading.largest > self.config.grad_norm_warn:
                 self._warn_of_norms(reading, names)
             self._kind.healthy(current, columns, extremes)
-        with hidden():
-            tape.judged(keep_alive=len(self.optimizers) != 1 or self.groups < 2)
+        if current.users > 1 and optimizer is not None:
+            self._unforgotten = True  # another detector may have to judge the same step
+        else:
+            self._forget(current)
         self._kind.next_step()
         return refuse
+
+    def _tell_evaluated(self, seen: list[Seen], extremes: list[float]) -> None:
+        """Warn of outputs without gradients that were not finite."""
+        for s in bad_outputs(seen, extremes):
+            message = (
+                f"step {s.step}: {s.module_type} ({s.layer_name}) gave non-finite outputs in an evaluation "
+                f"({s.calls} {'call' if s.calls == 1 else 'calls'} without gradients); the training is not touched by it"
+            )
+            self.book.warn(WarningRecord("evaluation", s.step, message, layer_name=s.layer_name), message)
+
+    def _tell_handled(self, current: Session, pending: list[Entry]) -> None:
+        """Note bad losses that the loop has looked at and has not trained on."""
+        looks = current.looks[:]
+        current.looks.clear()
+        trained = {e.number for e in current.tape.needed(pending)}
+        told = {e.step for e in self.book.events}
+        for look in looks:
+            if look.made_by in trained or look.step in told:
+                continue
+            told.add(look.step)
+            location = location_of(look.mark) if look.mark is not None else None
+            where = f" at {location.file}:{location.line}" if location is not None else ""
+            message = f"step {look.step}: the loop saw that a loss was not finite{where}, and did not train on it"
+            self.book.warn(
+                WarningRecord("handled", look.step, message, value=look.value, location=location), message
+            )
 
     def _overflowed(self, current: Session, pending: list[Entry]) -> Suspicion | None:
         """A GradScaler skips this step: its own business, unless the step is bad without any scale as well."""
@@ -492,7 +568,7 @@ class Engine:
             return investigate(current.tape, models, budget)
         whole = investigate(current.tape, models, budget, call=call)
         if whole.reproduced == "yes":
-            return whole
+            return replace(whole, micro_step=whole.micro_step + call.backwards_before)
         taped = investigate(current.tape, models, budget)
         notes = tuple(n for n in whole.notes if n not in taped.notes)
         if taped.reproduced == "yes":
@@ -576,6 +652,17 @@ class Engine:
 
     def _finish(self, current: Session, error: BaseException | None) -> None:
         """Judge what the last gate has not seen."""
+        try:
+            self._judge_rest(current, error)
+        finally:
+            with quiet():
+                evaluated, outputs = self.evaluation.collect()
+                if outputs is not None:
+                    self._tell_evaluated(evaluated, read(outputs))
+            if current.looks and error is None:
+                self._tell_handled(current, [])
+
+    def _judge_rest(self, current: Session, error: BaseException | None) -> None:
         tape = current.tape
         if isinstance(error, (NonFiniteError, KeyboardInterrupt, SystemExit, GeneratorExit)):
             return

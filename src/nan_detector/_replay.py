@@ -93,6 +93,7 @@ class Step:
         self._own: set[int] = set()
         self._gradients: set[Entry] = set()  # calls that gave gradients, or what was made of gradients alone
         self._own_leaves: set[int] = set()
+        self._afterwards: list[Callable[[], None]] = []  # what is put back after the writes
         self._stashed: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def _stash(self, leaf: Tensor) -> None:
@@ -180,6 +181,8 @@ class Step:
         finally:
             with quiet():
                 self.tracer.undo_writes()
+                for undo in self._afterwards:
+                    undo()
             for leaf, grad in self._stashed.values():
                 if leaf.grad is not grad:
                     leaf.grad = grad

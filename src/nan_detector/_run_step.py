@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,17 +48,17 @@ class Call:
         self.habits = habits
         self.session = current
         self.moments: list[Moment] = []
+        self.grad_enabled = torch.is_grad_enabled()
+        self.autocast = autocast_state()
         with hidden():
             for model in models.values():
                 if id(model) not in habits:
                     habits[id(model)] = Habits(model)
                 self.moments.append(habits[id(model)].start(model))
             self.versions = [(t, _version(t)) for t in tensors_in((args, kwargs))]
-            self.grad_enabled = torch.is_grad_enabled()
-            self.autocast = autocast_state()
         tape = current.tape
         self.first = tape.entries[-1].number + 1 if tape.entries else tape.boundary
-        self.backwards_before = tape.backwards
+        self.backwards_before = tape.backwards  # micro-batches of the same step, each of them a call
         self.steps_before = current.steps
         self.raised = False
 
@@ -112,7 +113,8 @@ class WholeStep(Step):
             self._restore_moment(moment)
         tracer.mark, tracer.module, tracer.api, tracer.phase = None, None, None, "loss"
         like = Entry(call.function, (), {}, None, call.grad_enabled, call.autocast)
-        with self._arguments_as_they_were(), _schedulers_at_rest(), replay_may_step(self._is_own_optimizer):
+        self._arguments_as_they_were()
+        with _schedulers_at_rest(), replay_may_step(self._is_own_optimizer):
             try:
                 with modes_of(like):
                     out = make_call(call.function, call.args, call.kwargs)
@@ -172,32 +174,21 @@ class WholeStep(Step):
                 if self.names.of_memory(key) is None:
                     self._made_inputs.setdefault(key, (BirthKind.LABEL, path))
 
-    @contextlib.contextmanager
-    def _arguments_as_they_were(self) -> Iterator[None]:
+    def _arguments_as_they_were(self) -> None:
         """Arguments that the step has written in place hold their earlier values for as long as it runs again."""
-        undo: list[tuple[Tensor, Tensor, int]] = []
         with quiet():
             for t, version in self.call.versions:
                 token = self.outside.get(id(t))
                 if version < 0 or t._version == version or id(t) in self.aliases:
                     continue
                 if token is not None and token.snapshot is not None and token.stands_for(t):
-                    undo.append((t, t.detach().clone(), t._version))
+                    self._afterwards.append(partial(_put, t, t.detach().clone(), t._version))
                     t.detach().copy_(token.snapshot)
-        try:
-            yield
-        finally:
-            with quiet():
-                for t, now, version in undo:
-                    t.detach().copy_(now)
-                    set_version(t, version)
 
 
-def investigate_note(call: Call) -> str | None:
-    """Why a call cannot be made again; None where it can."""
-    if not call.whole:
-        return "not replayed as a whole: another optimizer had stepped since run_step began"
-    return None
+def _put(t: Tensor, value: Tensor, version: int) -> None:
+    t.detach().copy_(value)
+    set_version(t, version)
 
 
 def _version(t: Tensor) -> int:

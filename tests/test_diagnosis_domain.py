@@ -307,7 +307,7 @@ def test_cancellation_is_explained_by_the_words_on_the_line():
     best, _ = diagnose(cancelled_variance())
     assert best is not None
     assert "A variance as E[x²] - E[x]² loses its digits when the mean is large against the spread." in best.evidence
-    assert best.fix == "torch.sqrt(torch.var(x, -1, correction=0) + eps)"
+    assert best.fix == "torch.sqrt(torch.var(x, dim, correction=0, keepdim=True) + eps), dim being that of the mean"
 
 
 @pytest.mark.parametrize(

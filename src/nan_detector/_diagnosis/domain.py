@@ -150,7 +150,8 @@ def sqrt_of_negative(birth: Birth, trace: Trace) -> Cause | None:
         return cause("sqrt_of_negative", evidence, why, fix="centered=False, or a larger eps in the optimizer")
     if mentions(birth, r"\bvar|mean|std|moment"):
         why = "A variance as E[x²] - E[x]² loses its digits when the mean is large against the spread."
-        return cause("sqrt_of_negative", evidence, why, fix=f"torch.{op}(torch.var(x, -1, correction=0) + eps)")
+        fix = f"torch.{op}(torch.var(x, dim, correction=0, keepdim=True) + eps), dim being that of the mean"
+        return cause("sqrt_of_negative", evidence, why, fix=fix)
     if _tiny_beside(stats.min, whole.max):
         why = "They are below 0 by rounding errors only: large numbers that nearly cancel come before."
         return cause("sqrt_of_negative", evidence, why, fix=f"torch.{op}(x.clamp_min({safe_eps(stats.dtype)}))")

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from nan_detector._detector import NaNDetector
-from nan_detector._state import is_replaying, switched_off
+from nan_detector._errors import NonFiniteError
+from nan_detector._state import BUG, is_replaying, logger, strict, switched_off
 
 #: Training calls without a new model after which the search ends until a step of unknown parameters shows up.
 SETTLED_CALLS = 200
@@ -70,13 +71,25 @@ class AutoWatch:
         if not any(p.requires_grad for p in module.parameters()):
             return
         self._quiet_calls = 0
+        keywords = _keywords_of_call()
+        try:
+            self._watch(module, args, keywords)
+        except NonFiniteError:
+            raise
+        except Exception:
+            if strict():
+                raise
+            logger.exception(BUG)
+            self._stop_searching()
+
+    def _watch(self, module: torch.nn.Module, args: Any, keywords: dict[str, Any]) -> None:
         if self.detector is None:
             self.detector = self._make(module)
             self.detector.attach()
         else:
             self.detector.also_watch(module)
         # This very call began before the module was hooked.
-        self.detector.enter_call(module, args, _keywords_of_call())
+        self.detector.enter_call(module, args, keywords)
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if not self._elsewhere():

@@ -186,7 +186,7 @@ def test_a_write_through_a_view_made_before_the_model_call(late: bool) -> None:
     born(train(Regressor(), range(4), step), step=2, phase="loss", mark="through a view", op="div")
 
 
-# -- labels ------------------------------------------------------------------------------------------------------------
+# -- labels ---
 
 
 def test_a_bad_label_is_named_as_in_the_call_of_the_loss() -> None:
@@ -271,7 +271,7 @@ def test_an_integer_made_of_nan_is_no_event_but_a_target_out_of_range_raises_as_
     assert train(Regressor(), pairs(), step).event is None
 
 
-# -- empty batches -----------------------------------------------------------------------------------------------------
+# -- empty batches ---
 
 
 def test_the_mean_over_an_empty_batch() -> None:
@@ -320,7 +320,7 @@ def test_a_selection_without_members() -> None:
     born(train(Regressor(), batches, step), step=1, phase="loss", mark="nothing selected", op="mean")
 
 
-# -- near misses: bad values that the program handles ------------------------------------------------------------------
+# -- near misses: bad values that the program handles ---
 
 
 class Cleans(Regressor):

@@ -63,7 +63,7 @@ class Net(torch.nn.Module):
         return self.out(torch.relu(self.inp(x)))
 
 
-# -- numpy -------------------------------------------------------------------------------------------------------------
+# -- numpy ---
 
 
 class NumpyNorm(Net):
@@ -144,7 +144,7 @@ def test_memory_from_numpy_that_numpy_cleans_before_use_is_quiet(watch: str) -> 
     assert train(Cleans(), pairs(), mse, watch=watch).event is None
 
 
-# -- a C++ extension ---------------------------------------------------------------------------------------------------
+# -- a C++ extension ---
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +178,9 @@ def test_a_kernel_that_writes_into_a_tensor_inside_the_model(kernels: Any) -> No
             kernels.inverse_(x)
             return super().forward(x - 1.0)  # <-- written, then used
 
-    event = born(train(Kernel(), pairs(big=2), mse), step=2, phase="forward", mark="written, then used", layer_name="root")
+    event = born(
+        train(Kernel(), pairs(big=2), mse), step=2, phase="forward", mark="written, then used", layer_name="root"
+    )
     assert event.cause is not None and event.cause.code == "opaque_kernel", event
 
 
@@ -199,7 +201,9 @@ def test_a_kernel_in_an_autograd_function_names_the_call_of_the_function(kernels
 
     batches = pairs()
     batches[2][0][3] *= 1000.0
-    event = born(train(Kernel(), batches, mse), step=2, phase="forward", mark="the function's result", layer_name="root")
+    event = born(
+        train(Kernel(), batches, mse), step=2, phase="forward", mark="the function's result", layer_name="root"
+    )
     assert event.cause is not None and event.cause.code == "opaque_kernel", event
 
 

@@ -43,7 +43,7 @@ def pairs(n: int = 4, big: int | None = None, by: float = 1e5, dtype: torch.dtyp
     return [((x * (by if i == big else 1.0)).to(dtype), y) for i, (x, y) in enumerate(out)]
 
 
-# -- half models and autocast ------------------------------------------------------------------------------------------
+# -- half models and autocast ---
 
 
 def test_a_matmul_of_a_float16_model_overflows() -> None:
@@ -161,7 +161,7 @@ def test_a_float16_loss_that_overflows_by_itself() -> None:
     born(train(Net().half(), batches, step), step=1, phase="loss", mark="half loss", op="mul")
 
 
-# -- GradScaler --------------------------------------------------------------------------------------------------------
+# -- GradScaler ---
 
 
 def scaled(
@@ -303,7 +303,7 @@ def test_a_disabled_scaler_changes_nothing() -> None:
     born(det, step=2, phase="data", tensor_name="y", sample_index=(0,))
 
 
-# -- near misses -------------------------------------------------------------------------------------------------------
+# -- near misses ---
 
 
 def test_ordinary_autocast_training_is_quiet() -> None:

@@ -190,7 +190,7 @@ def test_an_attribute_that_carries_a_hidden_state_from_step_to_step() -> None:
     assert event.cause is None or event.cause.code != "input_non_finite"
 
 
-# -- near misses -------------------------------------------------------------------------------------------------------
+# -- near misses ---
 
 
 @pytest.mark.parametrize("watch", ["step", "layers", "ops"])

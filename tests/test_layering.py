@@ -66,6 +66,7 @@ TABLE = (
             "_damage",
             "_elements",
             "_engine",
+            "_evaluation",
             "_gate",
             "_hit",
             "_hyper",

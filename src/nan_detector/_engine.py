@@ -32,8 +32,8 @@ from nan_detector._run_step import Call
 from nan_detector._scaling import Skips, knows_scale, scale_in_use, skips_itself, still_scaled
 from nan_detector._session import Session, session
 from nan_detector._skip import cancelled, closure_of, is_stand_in, judged
-from nan_detector._state import BUG, is_replaying, logger, strict
 from nan_detector._source import location_of
+from nan_detector._state import BUG, is_replaying, logger, strict
 from nan_detector._stepped import Stepped
 from nan_detector._summary import headline
 from nan_detector._tape import Entry
@@ -389,9 +389,10 @@ class Engine:
     def _tell_evaluated(self, seen: list[Seen], extremes: list[float]) -> None:
         """Warn of outputs without gradients that were not finite."""
         for s in bad_outputs(seen, extremes):
+            calls = f"{s.calls} {'call' if s.calls == 1 else 'calls'} without gradients"
             message = (
-                f"step {s.step}: {s.module_type} ({s.layer_name}) gave non-finite outputs in an evaluation "
-                f"({s.calls} {'call' if s.calls == 1 else 'calls'} without gradients); the training is not touched by it"
+                f"step {s.step}: {s.module_type} ({s.layer_name}) gave non-finite outputs in an evaluation ({calls}); "
+                "the training is not touched by it"
             )
             self.book.warn(WarningRecord("evaluation", s.step, message, layer_name=s.layer_name), message)
 

@@ -382,7 +382,7 @@ class Step:
                 pass
             except Exception as error:  # it looks its optimizer up by the parameter, which the alias is not
                 self.replayed.notes.append(
-                    f"a hook on a gradient could not be run again ({type(error).__name__}: {error})"[:200]
+                    f"a hook on a finished gradient could not be run again ({type(error).__name__})"
                 )
 
         return call

@@ -39,7 +39,7 @@ MAX_LOOKS = 16
 class Look(NamedTuple):
     """The user's code read a bad value, or was told of one."""
 
-    maker: Entry
+    made_by: int  # number of the entry that made the value: the entry itself would keep the batch alive
     mark: Mark | None
     value: float | None
     step: int
@@ -206,6 +206,8 @@ class Session:
         if kind is not CallKind.PLAIN:
             try:
                 entry = self._entry(func, args, kwargs, here(3), kind)
+                if kind is CallKind.BACKWARD:
+                    self._begin_backward(entry, args, kwargs)
             except Exception as bug:
                 self.failed(bug)
                 return func(*args, **kwargs)
@@ -215,7 +217,10 @@ class Session:
         except Exception:
             # The call that failed because of the bad value is the end of the story: keep it for the replay.
             try:
-                self.tape.add(entry or self._entry(func, args, kwargs, here(3), kind), None).raised = True
+                failed = entry or self._entry(func, args, kwargs, here(3), kind)
+                failed.raised = True
+                if kind is not CallKind.BACKWARD:
+                    self.tape.add(failed, None)
             except Exception as bug:
                 self.failed(bug)
             raise
@@ -234,15 +239,19 @@ class Session:
                 if isinstance(out, float):
                     entry.scalar = out
                     self._looked(args, out, entry.mark)
-            elif kind is CallKind.BACKWARD:
-                with hidden():
-                    roots = [t for t in _roots_of_backward(args, kwargs) if t.numel() == 1]
-                    entry.losses = tuple(t.detach() for t in roots)
-                    self._before_scaling(entry, roots)
-            self.tape.add(entry, out)
+            if kind is not CallKind.BACKWARD:
+                self.tape.add(entry, out)
         except Exception as bug:
             self.failed(bug)
         return out
+
+    def _begin_backward(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """On the tape before it runs: an optimizer that steps inside (in a hook) is judged with it."""
+        with hidden():
+            roots = [t for t in _roots_of_backward(args, kwargs) if t.numel() == 1]
+            entry.losses = tuple(t.detach() for t in roots)
+            self._before_scaling(entry, roots)
+        self.tape.add(entry, None)
 
     def _may_write(self, weights: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """A loop that has no optimizer updates its weights itself: False when that update was judged and refused."""
@@ -297,7 +306,7 @@ class Session:
         )
         if begun is False and getattr(getattr(func, "__self__", None), "__name__", "") in ("data", "grad"):
             tape.begun = False  # reading an attribute uses no weight
-        entry.writes = kind is CallKind.IN_PLACE or "out" in kwargs
+        entry.writes = kind in (CallKind.IN_PLACE, CallKind.STATE) or "out" in kwargs
         if mark is not None:
             entry.owner = enclosing_module(mark, 3)
         if kind is CallKind.BACKWARD:
@@ -313,7 +322,7 @@ class Session:
         t = args[0] if args else None
         maker = self.tape.made_by(t) if isinstance(t, Tensor) and t.requires_grad else None
         if maker is not None and len(self.looks) < MAX_LOOKS:
-            self.looks.append(Look(maker, mark, value, self.step))
+            self.looks.append(Look(maker.number, mark, value, self.step))
 
     def _answered(self, args: tuple[Any, ...], answer: bool) -> None:
         """The user's code asked a question: was it whether a value is finite, and the answer no?"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from dataclasses import dataclass, replace
@@ -55,9 +56,13 @@ def new_event(step: int, suspicion: Suspicion, *, phase: Phase, micro_step: int 
     )
 
 
+#: What a replay changes for the process (the stance of compiled code, `Module.__call__`) is put back in order.
+_one_at_a_time = threading.RLock()
+
+
 def relevant_entries(tape: Tape) -> list[Entry]:
     """The entries since the last gate, and those they depend on."""
-    recent = [e for e in tape.entries if e.number >= tape.boundary]
+    recent = [e for e in tape.entries if e.number >= tape.boundary and not e.judged]
     wanted = tape.needed(recent)
     return [e for e in tape.entries if e in wanted]
 
@@ -94,14 +99,19 @@ def investigate(
                 "no gate sees (a compiled optimizer step, say)",
             )
         )
-    outside, deadline = list(tape.outside.values()), time.perf_counter() + budget_s
-    step = (
-        Step(entries, outside, models, names, deadline, unscaled)
-        if call is None
-        else WholeStep(call, entries, outside, models, names, deadline)
-    )
+    if not _one_at_a_time.acquire(timeout=min(budget_s, threading.TIMEOUT_MAX)):
+        return Finding(notes=(*notes, "not replayed: another thread was replaying all the time (replay_budget_s)"))
     try:
-        replayed = step.run()
+        try:
+            outside, deadline = list(tape.outside.values()), time.perf_counter() + budget_s
+            step = (
+                Step(entries, outside, models, names, deadline, unscaled)
+                if call is None
+                else WholeStep(call, entries, outside, models, names, deadline)
+            )
+            replayed = step.run()
+        finally:
+            _one_at_a_time.release()
     except ReplayRefused as refusal:
         return Finding(notes=(*notes, f"not replayed: {refusal}"))
     except (torch.OutOfMemoryError, MemoryError) as error:

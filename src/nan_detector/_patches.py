@@ -86,6 +86,7 @@ def _install() -> None:
 def _uninstall() -> None:
     while _undo:
         _undo.pop()()
+    _forget_threads()
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -216,6 +217,13 @@ def _wrap_compiled_calls() -> None:
     frame._maybe_set_eval_frame = maybe_set_eval_frame
     _undo.append(lambda: setattr(frame, "_maybe_set_eval_frame", set_frame))
     _undo.append(_forget_compiled)
+
+
+def _forget_threads() -> None:
+    """Threads that called a watched model without having attached to it keep nothing of it either."""
+    for known in all_sessions():
+        if not known.users:
+            known.tape.clear()
 
 
 def _forget_compiled() -> None:

@@ -157,7 +157,7 @@ class Tape:
         self.dropped: list[str] = []
         self.boundary = 0  # number of the first entry after the last gate
         self.backwards = 0  # entries of kind "backward" not yet judged
-        self._made: dict[int, tuple[weakref.ref[Tensor], Entry, int]] = {}
+        self._made: dict[int, tuple[weakref.ref[Tensor], Entry, int, bool]] = {}
         self._numbers = itertools.count()
 
     # -- recording ---------------------------------------------------------------------------------------------------
@@ -166,7 +166,9 @@ class Tape:
         """The token for tensor `t`."""
         ident = id(t)
         known = self._made.get(ident)
-        if known is not None and known[0]() is t:
+        # A graph that it did not have when its entry made it is the work of code that the tape does not see, which
+        # returned a tensor of its inside: it comes from outside.
+        if known is not None and known[0]() is t and (known[3] or t.is_leaf):
             return Made(known[1], known[2])
         out = self.outside.get(ident)
         if out is not None and out.stands_for(t):
@@ -229,7 +231,7 @@ class Tape:
         for position, t in enumerate(tensors_in(output)):
             ref = weakref.ref(t)
             entry.made.append(ref)
-            self._made[id(t)] = (ref, entry, position)
+            self._made[id(t)] = (ref, entry, position, t.requires_grad)
         if entry.kind != "call":
             self.begun = True
         if entry.kind == "backward":
@@ -242,20 +244,25 @@ class Tape:
         """Backward passes that no gate has judged, oldest first."""
         return [e for e in self.entries if e.kind == "backward" and not e.judged] if self.backwards else []
 
-    def judged(self, keep_alive: bool) -> None:
-        """A gate has judged all that is on the tape: forget it, except (`keep_alive`) what live tensors still need."""
+    def judged(self, keep_alive: bool, spare: frozenset[Entry] | set[Entry] = frozenset()) -> None:
+        """A gate has judged all that is on the tape: forget it, except (`keep_alive`) what live tensors still need.
+
+        `spare` are entries that another detector has yet to judge.
+        """
         for e in self.entries:
-            e.judged = True
+            e.judged = e.judged or e not in spare
             e.age += 1
         self.backwards = 0
         self.begun = False
         self.dropped.clear()
         if self.entries:
             self.boundary = self.entries[-1].number + 1
-        if not keep_alive:
+        if spare:
+            self.boundary = min(e.number for e in spare)
+        elif not keep_alive:
             self.forget()
             return
-        wanted = self.needed(self._alive())
+        wanted = self.needed(self._alive()) | spare
         self._restrict([e for e in self.entries if e in wanted])
 
     def _alive(self) -> list[Entry]:

@@ -122,6 +122,9 @@ class PythonState:
         for table in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks):
             for hook in table.values():
                 self._walk(hook, path, depth - 1)
+        for p in module._parameters.values():
+            for hook in (p._backward_hooks or {}).values() if p is not None else ():
+                self._walk(hook, path, depth - 1)
         self._walk(type(module).forward, path, depth - 1)
 
     def _class(self, cls: type) -> None:

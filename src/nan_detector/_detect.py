@@ -9,6 +9,7 @@ of a model without gradients, an exception that the code raises because of it.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from types import TracebackType
@@ -22,12 +23,15 @@ from nan_detector._calls import CallKind, kind_of, public_name
 from nan_detector._errors import NonFiniteError
 from nan_detector._gate import Suspicion
 from nan_detector._hit import Finding, complete, new_event
-from nan_detector._lineage import Gen, Line
+from nan_detector._lineage import Gen, Line, key_of
 from nan_detector._live import Live
+from nan_detector._naming import is_made
 from nan_detector._origin import trace_of_line
 from nan_detector._quiet import quiet
+from nan_detector._source import argument_text, here
 from nan_detector._state import is_replaying, switched_off
 from nan_detector._tape import tensors_in
+from nan_detector._trace import BirthKind
 from nan_detector._tracer import OpTracer
 
 Tensor = torch.Tensor
@@ -59,7 +63,9 @@ class detect_nan(contextlib.ContextDecorator):  # a drop-in for torch.autograd.d
         self._live = live = Live(None, OpTracer)
         self._mode = mode = _Harm(live)
         live.on_leave = mode.left_module
+        live.tracer.outside = mode.name_of
         live.open()
+        _open_here().append(mode)
         live.tracer.on_scalar = mode.read
         mode.__enter__()  # type: ignore[no-untyped-call]  # as torch ships it
         return self
@@ -71,6 +77,8 @@ class detect_nan(contextlib.ContextDecorator):  # a drop-in for torch.autograd.d
         if live is None or mode is None:
             return
         self._live = self._mode = None
+        if mode in _open_here():
+            _open_here().remove(mode)
         mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # as torch ships it
         live.close()
         if error is None:
@@ -79,12 +87,57 @@ class detect_nan(contextlib.ContextDecorator):  # a drop-in for torch.autograd.d
             mode.explain(error)
 
 
+class _Open(threading.local):
+    def __init__(self) -> None:
+        self.modes: list[_Harm] = []
+
+
+_open = _Open()
+
+
+def _open_here() -> list[_Harm]:
+    """Blocks that are open on this thread, outermost first."""
+    return _open.modes
+
+
 class _Harm(TorchFunctionMode):
     """Looks for harm at the calls where it can be done."""
 
     def __init__(self, live: Live) -> None:
         super().__init__()
         self.live = live
+        self._told: set[Gen] = set()
+
+    def name_of(self, t: Tensor) -> tuple[BirthKind, str] | None:
+        """What a tensor is that no operation of the block made; None where code that is not seen may have made it."""
+        key = key_of(t)
+        if self.live.tracer.made(key):
+            return None
+        root = self.live.root
+        if root is not None:
+            for kind, pairs in (
+                (BirthKind.PARAMETER, root.named_parameters()),
+                (BirthKind.BUFFER, root.named_buffers()),
+            ):
+                for name, known in pairs:
+                    if key_of(known) == key:
+                        return kind, name
+        text = self._text(key)
+        if isinstance(t, torch.nn.Parameter):
+            return BirthKind.PARAMETER, text or "a parameter"
+        if text is not None and is_made(text):
+            return None
+        return BirthKind.INPUT, text or "a tensor from outside the block"
+
+    def _text(self, key: int) -> str | None:
+        """How the user's code writes the argument whose memory is `key`."""
+        mark, given = here(2), self.live.tracer.api_inputs
+        if mark is None or not isinstance(given, tuple):
+            return None
+        for i, value in enumerate(given):
+            if isinstance(value, Tensor) and key_of(value) == key:
+                return argument_text(mark, i, None)
+        return None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -136,7 +189,7 @@ class _Harm(TorchFunctionMode):
             self._raise(line, "a value is not finite when the block ends", "forward")
 
     def _is_left(self, gen: Gen) -> bool:
-        if gen.intended or gen.ended or gen.last is None:
+        if gen.intended or gen.ended or gen.last is None or gen in self._told:
             return False
         t = gen.last()
         return t is not None and not _finite.is_finite(t)
@@ -158,4 +211,7 @@ class _Harm(TorchFunctionMode):
             trace = trace_of_line(self.live.tracer, line)
             event = replace(new_event(0, Suspicion(), phase=phase), symptom=symptom, action="raise")
             event = complete(event, Finding(trace, "yes"), {}, ())
+        for mode in _open_here():
+            # A block that goes on after this error must not tell the same story when it ends.
+            mode._told.update(mode.live.tracer.births)
         return NonFiniteError(str(event), event)

@@ -152,6 +152,11 @@ class Live:
             self.on_leave(module, output)
 
     @property
+    def root(self) -> Any:
+        """The outermost module that is running, or None."""
+        return self._stack[0][2] if self._stack else None
+
+    @property
     def depth(self) -> int:
         """How many modules are running."""
         return len(self._stack)

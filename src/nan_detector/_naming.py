@@ -145,6 +145,11 @@ def _paths(value: Any, path: str, depth: int = 6) -> Iterator[tuple[str, Outside
             yield from _paths(v, f"{path}[{_quoted(k)}]" if mapping else f"{path}.{k}", depth - 1)
 
 
+def is_made(text: str) -> bool:
+    """True when an argument's source text is a call that computes it, not one that takes it from the batch."""
+    return "(" in text and not any(word in text for word in ("next(", ".get(", ".pop(", ".popleft("))
+
+
 def _subscripts(text: str | None) -> str | None:
     """Source text with its keys quoted as in the paths of inputs."""
     return None if text is None else text.replace("['", '["').replace("']", '"]')

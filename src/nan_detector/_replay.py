@@ -19,7 +19,7 @@ from nan_detector._calls import public_name
 from nan_detector._errors import ReplayRefused
 from nan_detector._lineage import key_of
 from nan_detector._moment import Moment, Snapshot, is_passive_buffer, restore
-from nan_detector._naming import Names
+from nan_detector._naming import Names, is_made
 from nan_detector._patches import ReplayEnds
 from nan_detector._quiet import quiet
 from nan_detector._session import restore_rng
@@ -396,7 +396,7 @@ class Step:
                 key = key_of(token.value)
                 if token.name is None:
                     token.name = path
-                if kind is not BirthKind.INPUT and (token.opaque or _is_made(path)):
+                if kind is not BirthKind.INPUT and (token.opaque or is_made(path)):
                     # Made in this step, by code that is not seen: no label, and where it went bad is not known.
                     self._made_inputs.setdefault(key, (BirthKind.OPAQUE, path))
                     continue
@@ -450,11 +450,6 @@ class Step:
             copy = copy if now is None else now
             path = self.names.of_module(module)[0]
             self.replayed.buffers[f"{path}.{name}" if path not in (None, "root") else name] = copy
-
-
-def _is_made(text: str) -> bool:
-    """True when an argument's source text is a call that computes it, not one that takes it from the batch."""
-    return "(" in text and not any(word in text for word in ("next(", ".get(", ".pop(", ".popleft("))
 
 
 def _buffer_copy(module: torch.nn.Module, name: str, b: Tensor) -> Tensor:

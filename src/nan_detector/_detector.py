@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from nan_detector._naming import models_of
 from nan_detector._recorder import History, Recorder
 from nan_detector._records import GradEvent, NaNEvent, RunRecord, WarningRecord
 from nan_detector._session import session
-from nan_detector._state import is_replaying, switched_off
+from nan_detector._state import is_replaying, logger, switched_off
 from nan_detector._version import __version__
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class NaNDetector:
         )
         self._engine: Engine | None = None
         self._session: Session | None = None
+        self._finalizer: weakref.finalize[[Engine, Session, Book], NaNDetector] | None = None
         self._book: Book | None = None
         self._recorder: Recorder | None = None
         self._overheads: Iterable[float] = ()
@@ -136,6 +138,9 @@ class NaNDetector:
         engine = Engine(self._models, self._config, self._book)
         self._engine, self._session = engine, session()
         self._recorder, self._overheads = engine.recorder, engine.overheads
+        # A detector that is dropped without `detach` must not leave its hooks behind: the engine knows nothing of it.
+        self._finalizer = weakref.finalize(self, _abandoned, engine, self._session, self._book)
+        self._finalizer.atexit = False
         _patches.register(engine)
         engine.open(self._session)
         return self
@@ -152,7 +157,9 @@ class NaNDetector:
             engine.close(current, error)
         finally:
             _patches.unregister(engine)
-            self._engine = self._session = None
+            if self._finalizer is not None:
+                self._finalizer.detach()
+            self._engine = self._session = self._finalizer = None
             if self._book is not None:
                 self._book.close()
 
@@ -309,3 +316,14 @@ class NaNDetector:
             },
             models=tuple(type(m).__name__ for m in self._models.values()),
         )
+
+
+def _abandoned(engine: Engine, current: Session, book: Book) -> None:
+    """The last reference to an attached detector is gone: nobody is left to be told, so nothing is judged."""
+    engine.standing_down = True
+    logger.warning("a NaNDetector was dropped while it was attached, and watches no more: keep a reference to it")
+    try:
+        engine.close(current, None)
+    finally:
+        _patches.unregister(engine)
+        book.close()

@@ -71,7 +71,7 @@ class Engine:
         self.noticed = False
         self.standing_down = False
         self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.has_optimizer: bool | None = None  # one of our parameters', which will step sooner or later; None: not known
+        self.has_optimizer: bool | None = None  # one that will step our parameters sooner or later; None: not known
         self.guessed_groups = 0  # counted while no optimizer was known: one step, if one comes (accumulation)
         self._optimizers: dict[int, Stepped] = {}
         self._names_by_id = {id(p): name for name, p in self.names.parameters()}
@@ -279,7 +279,7 @@ class Engine:
         if stepped is not None and stepped.owned and not self.standing_down:
             if self._unforgotten:
                 self.contain(self._forget, current)
-            self._end_of_step(current)
+            self.contain(self._end_of_step, current)
 
     def _forget(self, current: Session) -> None:
         """What was judged leaves the tape; what only other detectors of this thread watch stays for them."""
@@ -624,32 +624,39 @@ class Engine:
 
     def gradients_dropped(self, owner: Any, current: Session) -> None:
         """`zero_grad`: backward passes that were never stepped were given up by the loop itself."""
+        self.contain(self._gradients_dropped, owner, current)
+
+    def _gradients_dropped(self, owner: Any, current: Session) -> None:
         tape = current.tape
         if not self.has_optimizer and isinstance(owner, torch.optim.Optimizer) and self.owns(owner):
             self.has_optimizer = True
-        if self.standing_down or not tape.backwards or is_replaying() or current.stepping:
+        if not tape.backwards or is_replaying() or current.stepping:
             return
         mine = owner in self.models.values() if isinstance(owner, torch.nn.Module) else self.owns(owner)
         if not mine:
             return
         if not self.optimizers:
-            self.contain(lambda: self._judge_without_optimizer(current))
+            self._judge_without_optimizer(current)
         else:
             tape.judged(keep_alive=True)
 
     def scaler_skipped(self, scaler: Any, optimizer: Any, current: Session) -> None:
         """The GradScaler did not step: an overflow of scaled gradients is its business, a NaN of the loss is ours."""
-        if self.standing_down or not self.owns(optimizer):
+        self.contain(self._scaler_skipped, optimizer, current)
+
+    def _scaler_skipped(self, optimizer: Any, current: Session) -> None:
+        if not self.owns(optimizer):
             return
         self.optimizers.add(optimizer)
-        self.contain(lambda: self._judge(current, None, None))
+        self._judge(current, None, None)
         self._end_of_step(current)
 
     def set_batch(self, index: int, sample_ids: tuple[str, ...], current: Session) -> None:
         """The user names the step that begins."""
         self.told_step, self.sample_ids = index, sample_ids
         if not current.tape.backwards:
-            current.tape.judged(keep_alive=True)
+            with hidden():
+                self.contain(current.tape.judged, True)
 
     def _finish(self, current: Session, error: BaseException | None) -> None:
         """Judge what the last gate has not seen."""

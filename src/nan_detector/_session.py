@@ -240,7 +240,8 @@ class Session:
                     entry.scalar = out
                     self._looked(args, out, entry.mark)
             if kind is not CallKind.BACKWARD:
-                self.tape.add(entry, out)
+                with hidden():
+                    self.tape.add(entry, out)
         except Exception as bug:
             self.failed(bug)
         return out
@@ -373,10 +374,13 @@ class Session:
             factor = scaler._scale.detach().clone()
         finally:
             self.paused -= 1
-        entry = self._entry(scale, (outputs, factor), {}, mark, CallKind.PLAIN)
-        entry.kind = "scale"
-        entry.unscaled = tuple(t.detach() for t in tensors_in(outputs))
-        self.tape.add(entry, out)
+        try:
+            entry = self._entry(scale, (outputs, factor), {}, mark, CallKind.PLAIN)
+            entry.kind = "scale"
+            entry.unscaled = tuple(t.detach() for t in tensors_in(outputs))
+            self.tape.add(entry, out)
+        except Exception as bug:
+            self.failed(bug)
         return out
 
     def _save_target(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -408,12 +412,19 @@ class Session:
         try:
             out = apply(*args, **kwargs)
         except Exception:
-            self.tape.add(entry, None)
+            self._keep(entry, None)
             raise
         finally:
             self.paused -= 1
-        self.tape.add(entry, out)
+        self._keep(entry, out)
         return out
+
+    def _keep(self, entry: Entry, out: Any) -> None:
+        try:
+            with hidden():
+                self.tape.add(entry, out)
+        except Exception as bug:
+            self.failed(bug)
 
 
 def weights_behind(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

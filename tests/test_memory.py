@@ -72,7 +72,7 @@ def test_batches_losses_and_outputs_are_let_go(optimizers: int) -> None:
     held: list[Any] = []
     losses = []
     with NaNDetector(model, verbose=False):
-        for i in range(60):
+        for _ in range(60):
             x, y = torch.rand(3, 4), torch.rand(3, 1)
             for opt in opts:
                 opt.zero_grad()
@@ -113,7 +113,7 @@ def test_evaluation_within_training_does_not_lose_the_step() -> None:
     model = Net()
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
     with NaNDetector(model, verbose=False) as det:
-        for i, (x, y) in enumerate(batches()):
+        for i, (x, _) in enumerate(batches()):
             opt.zero_grad()
             with torch.no_grad():
                 for _ in range(20 if i == 2 else 1):

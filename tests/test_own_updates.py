@@ -255,7 +255,7 @@ def test_an_average_that_the_loss_uses_is_made_again_from_its_earlier_values() -
     teacher.requires_grad_(False)
     opt = torch.optim.SGD(model.parameters(), lr=0.01)
     with NaNDetector(model, verbose=False) as det:
-        for x, y in batches():
+        for x, _ in batches():
             opt.zero_grad()
             loss = ((model(x) - torch.nn.functional.linear(x, teacher.first.weight[:1])) ** 2).mean()
             loss.backward()

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from _steps import Tensor, assert_born, batches, loss_of, picture
 from nan_detector import NaNDetector, NaNEvent, NonFiniteError, NotAttachedError, is_replaying
 
-
 # torch wraps the step function of an optimizer's class when the first one is made.
 torch.optim.LBFGS([torch.zeros(1, requires_grad=True)])
 # TorchDynamo wraps them again when it is first used.

@@ -109,6 +109,21 @@ def test_apply_captured_before_attach_in_the_loss(apply: Any, function: Any) -> 
     born(det, function.backward, op="div", layer=None)
 
 
+def unseen(x: Tensor) -> Tensor:
+    """Past everything that can be seen from Python."""
+    return torch._C._FunctionBase.__dict__["apply"].__get__(None, Ratio)(x)  # type: ignore[no-any-return]
+
+
+def test_a_function_that_cannot_be_seen_is_admitted() -> None:
+    model = Scale()
+    det = train(model, two(HEALTHY, ZEROS), lossy(unseen))
+    event = det.event
+    assert event is not None
+    assert (event.step, event.reproduced, event.location, event.weights) == (1, "no", None, "clean")
+    assert "does not see" in event.notes[0]
+    assert finite_weights(model)
+
+
 class ThroughNumpy(torch.autograd.Function):
     """A backward that leaves torch."""
 
@@ -284,6 +299,29 @@ def test_transforms_in_a_model(name: str) -> None:
     assert finite_weights(model)
 
 
+def functional_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, parameters, (batch,)).sqrt().mean()  # type: ignore[no-any-return]
+
+    gradients = torch.func.grad(loss)(dict(model.named_parameters()))
+    for name, p in model.named_parameters():
+        p.grad = gradients[name]
+    optimizer.step()
+
+
+def test_a_transform_around_the_loss_is_found_or_admitted() -> None:
+    model = Scale()
+    event = train(model, two(HEALTHY, ZEROS), functional_step).event
+    assert event is not None
+    assert (event.step, event.phase, event.weights) == (1, "backward", "clean")
+    assert finite_weights(model)
+    if event.reproduced == "no":
+        assert event.location is None
+        assert "torch.func" in event.notes[0]
+    else:
+        assert event.op == "sqrt"
+
+
 # -- checkpointing -----------------------------------------------------------------------------------------------------
 
 
@@ -329,6 +367,12 @@ def test_checkpoint_sequential() -> None:
 def test_checkpoint_in_the_loss(reentrant: bool) -> None:
     det = train(Scale(), two(HEALTHY, ZEROS), lossy(lambda x: checkpoint(body, x, use_reentrant=reentrant)))
     born(det, body, op="sqrt", layer=None)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_custom_function_under_a_checkpoint(reentrant: bool) -> None:
+    model = Net(lambda x: checkpoint(Ratio.apply, x, use_reentrant=reentrant))
+    born(train(model, two(HEALTHY, ZEROS)), Ratio, op="div", layer="part")
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -45,6 +45,19 @@ def test_gradient_accumulation_tells_the_micro_step(bad: int) -> None:
     assert finite_weights(model)
 
 
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_accumulation_in_the_first_step_of_a_loop_that_zeroes_last(bad: int) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, parts: list[Tensor]) -> None:
+        for part in parts:
+            model(part).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    parts = [ZEROS if i == bad else HEALTHY for i in range(3)]
+    born(train(Net(root), [parts], step), root, op="sqrt", layer="part", step=0, micro_step=bad)
+    born(train(Net(root), [[HEALTHY] * 3, parts], step), root, op="sqrt", layer="part", step=1, micro_step=bad)
+
+
 @pytest.mark.parametrize("bad", [0, 1])
 def test_two_losses_with_a_retained_graph(bad: int) -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:

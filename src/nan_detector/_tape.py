@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from nan_detector._errors import ReplayRefused
+from nan_detector._quiet import hidden
 from nan_detector._source import Mark
 
 Tensor = torch.Tensor
@@ -168,7 +169,7 @@ class Tape:
         known = self._made.get(ident)
         # A graph that it did not have when its entry made it is the work of code that the tape does not see, which
         # returned a tensor of its inside: it comes from outside.
-        if known is not None and known[0]() is t and (known[3] or t.is_leaf):
+        if known is not None and known[0]() is t and (known[3] or _is_leaf(t)):
             return Made(known[1], known[2])
         out = self.outside.get(ident)
         if out is not None and out.stands_for(t):
@@ -231,7 +232,9 @@ class Tape:
         for position, t in enumerate(tensors_in(output)):
             ref = weakref.ref(t)
             entry.made.append(ref)
-            self._made[id(t)] = (ref, entry, position, t.requires_grad)
+            earlier = self._made.get(id(t))  # of a write in place
+            in_graph = entry.grad_enabled or (earlier is not None and earlier[0]() is t and earlier[3])
+            self._made[id(t)] = (ref, entry, position, in_graph)
         if entry.kind != "call":
             self.begun = True
         if entry.kind == "backward":
@@ -365,6 +368,11 @@ def _writes_into(writer: Entry, wanted: set[Entry], used: set[Outside]) -> bool:
 def size_of(t: Tensor) -> int:
     """Bytes of `t`'s elements; 0 where they are not laid out plainly."""
     return t.numel() * t.element_size() if t.layout is torch.strided else 0
+
+
+def _is_leaf(t: Tensor) -> bool:
+    with hidden():
+        return t.is_leaf
 
 
 class Packed:

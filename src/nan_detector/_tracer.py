@@ -202,7 +202,7 @@ class OpTracer(TorchDispatchMode):
             record if node is None or record.own_frame else record.forward or record,
             any(t.requires_grad for t in ins),
         )
-        self._wrote = record if info.mutates else None
+        self._wrote = record if info.mutates and ins and ins[0]._is_view() else None
         if ins:
             self.last = record  # the last operation that could carry a bad value
         return record
@@ -233,15 +233,16 @@ class OpTracer(TorchDispatchMode):
         """Nodes of the graph that were made since the last operation: which operation they are the derivative of.
 
         The node that an operation gets is numbered just before it is dispatched. A write into a view makes another
-        one (CopySlices) after it, and under a transform of torch.func each level has a node of its own.
+        one (CopySlices) after it, under a transform of torch.func each level has a node of its own, and a custom
+        Function has one around the operations of its forward.
         """
         first, self._numbered = self._numbered, _sequence_number()
         last = self._numbered
         if tracked:
             last -= 1
             self._by_sequence.setdefault(last, record)
-        owner = self._wrote if self._wrote is not None else record if self.transformed else None
-        if owner is not None and first >= last - MAX_LEVELS:
+        owner = self._wrote or record
+        if first >= last - MAX_LEVELS:
             for number in range(first, last):
                 self._by_sequence.setdefault(number, owner)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from _backward_programs import Net, Scale, born, finite_weights, plain_step, quiet, train, two
 
@@ -257,3 +259,29 @@ def test_the_plain_step_is_what_the_tests_say() -> None:
     plain_step(model, torch.optim.SGD(model.parameters(), lr=0.1), ZEROS)
     assert not torch.equal(before, model.scale.weight)
     assert not finite_weights(model)
+
+
+class PassesOn(TorchFunctionMode):
+    """A mode of the user's, as for logging."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("formula", [root, hand_norm])
+def test_under_a_mode_of_the_users(formula: Callable[[Tensor], Tensor]) -> None:
+    with PassesOn():
+        born(train(Net(formula), two(HEALTHY, ZEROS)), formula, op="sqrt", layer="part")
+
+
+class Tagged(torch.Tensor):
+    """A subclass whose every call passes through a method of the user's."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_with_a_tensor_subclass() -> None:
+    det = train(Net(root), [HEALTHY.as_subclass(Tagged), ZEROS.as_subclass(Tagged)])
+    born(det, root, op="sqrt", layer="part")

@@ -72,6 +72,9 @@ _MAX_KNOWN = 10_000
 #: Code met by `enclosing_module` that is no method of a module.
 _NO_METHODS: set[types.CodeType] = set()
 
+#: Handlers of modes and tensor subclasses, through which every call passes: the line that made the call is further out.
+_PASSING_ON = frozenset(("__torch_function__", "__torch_dispatch__"))
+
 _new_mark = tuple.__new__
 
 
@@ -91,7 +94,7 @@ def here(depth: int = 1) -> Mark | None:
             user = _USER[code.co_filename]
         except KeyError:
             user = _classify(code.co_filename)
-        if user:
+        if user and code.co_name not in _PASSING_ON:
             return _new_mark(Mark, (code, frame.f_lasti))
         frame = frame.f_back
     return _typed_on_command_line(sys._getframe(depth), None)
@@ -112,7 +115,7 @@ def here_until(barrier_code: types.CodeType, depth: int = 1) -> Mark | None:
             user = _USER[code.co_filename]
         except KeyError:
             user = _classify(code.co_filename)
-        if user:
+        if user and code.co_name not in _PASSING_ON:
             return _new_mark(Mark, (code, frame.f_lasti))
         frame = frame.f_back
     return _typed_on_command_line(sys._getframe(depth), barrier_code)
@@ -132,7 +135,7 @@ def frame_self(depth: int = 1, barrier: types.CodeType | None = None) -> object 
         code = frame.f_code
         if code is barrier:
             return None
-        if _is_user(code.co_filename):
+        if _is_user(code.co_filename) and code.co_name not in _PASSING_ON:
             if "self" in code.co_varnames or "self" in code.co_cellvars or "self" in code.co_freevars:
                 owner: object | None = frame.f_locals.get("self")
                 if code.co_name == "forward" or hasattr(type(owner), "named_modules"):

@@ -82,7 +82,8 @@ class Compiled:
                 lambda out, y: F.cross_entropy(out, y).square(), backend=self.counter, fullgraph=fullgraph
             )
         # torch's own step breaks the graph by itself: that is not counted against anybody.
-        self.step: Any = torch.compile(lambda: self.optimizer.step(), backend=self.counter) if step else self.optimizer.step
+        own_step = self.optimizer.step
+        self.step: Any = torch.compile(lambda: self.optimizer.step(), backend=self.counter) if step else own_step
         self.model: Any = None
         self.losses: list[float] = []
 

@@ -409,9 +409,7 @@ class Engine:
             location = location_of(look.mark) if look.mark is not None else None
             where = f" at {location.file}:{location.line}" if location is not None else ""
             message = f"step {look.step}: the loop saw that a loss was not finite{where}, and did not train on it"
-            self.book.warn(
-                WarningRecord("handled", look.step, message, value=look.value, location=location), message
-            )
+            self.book.warn(WarningRecord("handled", look.step, message, value=look.value, location=location), message)
 
     def _overflowed(self, current: Session, pending: list[Entry]) -> Suspicion | None:
         """A GradScaler skips this step: its own business, unless the step is bad without any scale as well."""

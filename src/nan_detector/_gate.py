@@ -76,7 +76,8 @@ def measure(
     grads: Sequence[Tensor], losses: Sequence[Tensor], extra: Tensor | None = None
 ) -> tuple[Reading, list[float]]:
     """`take`, for a caller that is `quiet` already: entering it once more costs as much as a kernel."""
-    if extra is None and len(losses) == 1 and 0 < len(grads) <= FEW and losses[0].dim() == 0 and not losses[0].is_complex():
+    few = extra is None and len(losses) == 1 and 0 < len(grads) <= FEW
+    if few and losses[0].dim() == 0 and not losses[0].is_complex():
         try:
             return _take_few(grads, losses[0]), []
         except RuntimeError:  # a mixture of layouts, dtypes or devices

@@ -20,8 +20,8 @@ from nan_detector._origin import birth_of, silent_births, trace_of, trace_of_lin
 from nan_detector._quiet import quiet
 from nan_detector._records import Cause, NaNEvent, Phase, Reproduced, Severity, TensorStats, Verdict
 from nan_detector._replay import Replayed, Step
-from nan_detector._samples import sample_ids
 from nan_detector._run_step import Call, WholeStep
+from nan_detector._samples import sample_ids
 from nan_detector._state import logger, strict
 from nan_detector._tape import Entry, Tape
 from nan_detector._trace import Birth, BirthKind, GuiltyInput, Trace

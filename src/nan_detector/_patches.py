@@ -170,7 +170,7 @@ def _wrap_compiled_calls() -> None:
     frame: Any = importlib.import_module("torch._dynamo.eval_frame")  # an optimizer step imports it anyway
     original = getattr(frame, "_callback_from_stance", None)
     set_frame = getattr(frame, "_maybe_set_eval_frame", None)
-    guards = getattr(frame, "_is_skip_guard_eval_unsafe_stance", None)
+    guards: Any = getattr(frame, "_is_skip_guard_eval_unsafe_stance", None)
     if original is None or set_frame is None:
         return
 
@@ -276,7 +276,7 @@ def _wrap_compile_in_place() -> None:
         if any(w.roots.watches(module) for w in list(_watchers)):
             see_compiled(module)
 
-    torch.nn.Module.compile = compile  # type: ignore[method-assign]
+    setattr(torch.nn.Module, "compile", compile)  # noqa: B010  # an assignment would have to be of the same type
     _undo.append(lambda: setattr(torch.nn.Module, "compile", original))
 
 
@@ -296,7 +296,7 @@ def see_compiled(module: torch.nn.Module) -> None:
             module._compiled_call_impl = compiled
 
     _in_place.append(call)
-    module._compiled_call_impl = call  # type: ignore[assignment]
+    module._compiled_call_impl = call
     _undo.append(undo)
 
 

@@ -17,8 +17,7 @@ import torch
 from nan_detector._calls import CallKind, kind_of
 from nan_detector._errors import ReplayRefused
 from nan_detector._lineage import key_of
-from nan_detector._moment import Habits, Moment, restore
-from nan_detector._naming import Names
+from nan_detector._moment import Habits, Moment
 from nan_detector._patches import ReplayEnds
 from nan_detector._python_state import PythonState, is_iterator
 from nan_detector._quiet import hidden, quiet

@@ -318,7 +318,8 @@ class OpTracer(TorchDispatchMode):
         if kind is BirthKind.OPAQUE and intended and not _mask_like(stats):
             intended = False
         record = self._placed(info, _current_node())
-        if kind is BirthKind.GRADIENT:  # handed to the backward that is running: its call is the place, not a derivative
+        if kind is BirthKind.GRADIENT:
+            # Handed to the backward that is running: its call is the place, not a derivative.
             record = OpRecord(self.operations, info, "backward", self.mark, None, "backward")
         gen = Gen(
             (RANK.get(kind, 2), self.operations),

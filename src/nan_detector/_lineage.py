@@ -112,7 +112,7 @@ class Lineage:
         before = self._lines.get(key, EMPTY)
         both = before | line
         if key not in self._alive:
-            self._alive[key] = t.untyped_storage()
+            self._alive[key] = memory_of(t)
         self._lines[key] = both if len(both) == 1 else self._place(key, t, before, line, elements)
 
     def _place(self, key: int, t: Tensor, before: Line, line: Line, elements: dict[Gen, Tensor] | None) -> Line:
@@ -153,8 +153,9 @@ class Lineage:
         if key not in self._lines:
             return
         left: Line = EMPTY
-        if t.numel() * t.element_size() < t.untyped_storage().nbytes():
-            if key not in self._where or self._unit[key] != t.element_size():
+        size = t._values().numel() if t.layout is torch.sparse_coo else t.numel()
+        if size * t.element_size() < memory_of(t).nbytes():
+            if t.layout is not torch.strided or key not in self._where or self._unit[key] != t.element_size():
                 return
             for mask in self._where[key].values():
                 _window(mask, t).fill_(False)

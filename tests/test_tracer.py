@@ -109,12 +109,25 @@ def test_a_number_that_was_read_from_a_bad_tensor_goes_on_with_it() -> None:
 
 def test_uninitialised_memory_is_a_birth_only_where_it_is_used() -> None:
     x = torch.ones(3)
-
-    def uses() -> Tensor:
-        return x + torch.empty(3).copy_(torch.tensor([NAN, 1.0, 1.0]))
-
-    tracer, out = traced(lambda: torch.empty(3).fill_(1.0) + x)
+    torch.use_deterministic_algorithms(True)  # fills it with NaN
+    try:
+        tracer, out = traced(lambda: torch.empty(3).fill_(1.0) + x)
+        used, bad = traced(lambda: torch.empty(3) + x)
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert guilty(tracer, out) == []
+    (gen,) = guilty(used, bad)
+    assert gen.record.info.op == "empty" and gen.note == "uninitialised memory"
+
+
+def test_operations_that_return_nothing_are_judged_by_what_they_wrote() -> None:
+    def work() -> Tensor:
+        a, b = torch.ones(2) * 1.0, torch.ones(2) * -1.0
+        torch._foreach_sqrt_([a, b])
+        return a + b
+
+    tracer, out = traced(work)
+    assert ops(guilty(tracer, out)) == ["foreach_sqrt"]
 
 
 @pytest.mark.parametrize("kind", [BirthKind.PARAMETER, BirthKind.BUFFER, BirthKind.INPUT, BirthKind.LABEL])

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from _backward_programs import Net, Scale, born, finite_weights, plain_step, quiet, train, two
+from _backward_programs import Net, Scale, born, finite_weights, marked_line, plain_step, quiet, train, two
+from nan_detector import NonFiniteError, detect_nan
 
 Tensor = torch.Tensor
 
@@ -158,6 +159,21 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 def test_at_every_level(watch: str) -> None:
     det = train(Net(masked_root), two(HEALTHY, ZEROS), watch=watch, check_backward=True)
     born(det, masked_root, op="sqrt", layer="part")
+
+
+@pytest.mark.parametrize("formula", [root, masked_root, in_place_root])
+def test_detect_nan(formula: Callable[[Tensor], Tensor]) -> None:
+    model = Net(formula)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with pytest.raises(NonFiniteError) as raised, detect_nan():
+        plain_step(model, optimizer, HEALTHY)
+        plain_step(model, optimizer, ZEROS)
+    event = raised.value.event
+    assert event is not None
+    assert event.location is not None
+    assert (event.phase, event.op, event.layer_name) == ("backward", "sqrt", "part")
+    assert (event.location.file, event.location.line) == marked_line(formula)
+    assert finite_weights(model)
 
 
 # -- decompositions ----------------------------------------------------------------------------------------------------

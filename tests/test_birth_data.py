@@ -260,6 +260,35 @@ def test_a_list_of_numbers_that_the_loop_makes_a_tensor_of_is_data() -> None:
     born(train(Regressor(), batches, step), step=1, phase="data", tensor_name="target", sample_index=(3,))
 
 
+@pytest.mark.parametrize("bad", ["x", "y"])
+@pytest.mark.parametrize("inline", [False, True])
+def test_a_batch_that_is_moved_first_is_named_as_if_it_were_not(bad: str, inline: bool) -> None:
+    def step(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if inline:
+            x, y = batch["x"], batch["y"]
+            return F.mse_loss(model(x.to("cpu").float()), y.to("cpu", torch.float32))
+        moved = {k: v.to("cpu", torch.float32) for k, v in batch.items()}
+        return F.mse_loss(model(moved["x"]), moved["y"])
+
+    batches = [{"x": x.double(), "y": y.double()} for x, y in pairs()]
+    batches[2][bad][3] = NAN
+    event = born(train(Regressor(), batches, step), step=2, phase="data", sample_index=(3,))
+    assert event.tensor_name == ("features" if bad == "x" else "y" if inline else 'moved["y"]')
+    assert event.cause is not None and event.cause.code == ("input_non_finite" if bad == "x" else "label_non_finite")
+
+
+def test_an_input_that_the_loop_normalises_is_still_an_input() -> None:
+    def step(model: torch.nn.Module, batch: Any) -> Tensor:
+        x, y = batch
+        x = (x - 0.5) / 0.25
+        return F.mse_loss(model(x), y)
+
+    batches = pairs()
+    batches[1][0][2] = NAN
+    event = born(train(Regressor(), batches, step), step=1, phase="data", tensor_name="x", sample_index=(2,))
+    assert event.cause is not None and event.cause.code == "input_non_finite"
+
+
 def test_an_integer_made_of_nan_is_no_event_but_a_target_out_of_range_raises_as_ever() -> None:
     """NaN becomes some integer in a cast: nothing is non-finite any more."""
 

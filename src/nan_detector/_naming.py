@@ -10,7 +10,7 @@ import torch
 
 from nan_detector._lineage import key_of
 from nan_detector._source import argument_text
-from nan_detector._tape import Entry, Outside, Packed
+from nan_detector._tape import Entry, Made, Outside, Packed
 from nan_detector._trace import BirthKind
 
 Tensor = torch.Tensor
@@ -127,8 +127,34 @@ def _parameter_names(entry: Entry) -> list[str]:
     return names
 
 
+#: Calls that hand on a tensor as it is, elsewhere or in another dtype.
+_MOVES = frozenset("to cuda cpu float half bfloat16 double type contiguous pin_memory detach clone".split())
+
+
+def is_move(entry: Entry) -> bool:
+    """True for a call such as `x.to(device)`."""
+    return entry.kind == "call" and getattr(entry.func, "__name__", "") in _MOVES
+
+
+def _moved_from(token: Made) -> Outside | None:
+    """The tensor from outside the step that `token` is a moved copy of, if it is that."""
+    entry: Entry = token.entry
+    while is_move(entry) and entry.args:
+        source = entry.args[0]
+        if isinstance(source, Outside):
+            return source
+        if not isinstance(source, Made):
+            return None
+        entry = source.entry
+    return None
+
+
 def _paths(value: Any, path: str, depth: int = 6) -> Iterator[tuple[str, Outside]]:
-    if isinstance(value, Outside):
+    if isinstance(value, Made):
+        moved = _moved_from(value)
+        if moved is not None and "(" not in path:  # `y.to(device)` written in place: the move itself knows it as `y`
+            yield path, moved
+    elif isinstance(value, Outside):
         yield path, value
     elif depth == 0:
         return

@@ -19,7 +19,7 @@ from nan_detector._calls import public_name
 from nan_detector._errors import ReplayRefused
 from nan_detector._lineage import key_of
 from nan_detector._moment import Moment, Snapshot, is_passive_buffer, restore
-from nan_detector._naming import Names, is_made
+from nan_detector._naming import Names, is_made, is_move
 from nan_detector._patches import ReplayEnds
 from nan_detector._quiet import quiet
 from nan_detector._session import restore_rng
@@ -202,9 +202,10 @@ class Step:
             self.replayed.results_last = [*self.replayed.results_last, *self._looked_at(entry)]
 
     def _looked_at(self, last: Entry) -> list[Tensor]:
-        """The values that the last call was about: those an answer such as `isfinite(loss).all()` was worked out from."""
+        """The values that the last call was about: what an answer like `isfinite(loss).all()` was worked out from."""
         out: list[Tensor] = []
-        todo, done = [last], set()
+        todo = [last]
+        done: set[Entry] = set()
         while todo and len(done) < MAX_LOOKED_AT:
             e = todo.pop()
             done.add(e)
@@ -388,12 +389,19 @@ class Step:
         return call
 
     def _name_outside(self) -> None:
-        """Names for the tensors of the batch: arguments of root calls are inputs, the rest are labels."""
-        for entry in self.entries:
+        """Names for the tensors of the batch: what goes into root calls is input, the rest are labels."""
+        feeding = self._feeding_roots()
+        # `x.to(device)` says less of a tensor than the call that uses it: it has the last word, not the first.
+        moves = [e for e in self.entries if is_move(e)]
+        for entry in [*(e for e in self.entries if not is_move(e)), *moves]:
             for kind, path, token in self.names.arguments(entry):
                 if token.gone:
                     continue
+                if entry in feeding and not token.opaque:
+                    kind = BirthKind.INPUT
                 key = key_of(token.value)
+                if entry in feeding and entry.kind != "root" and key in self._made_inputs:
+                    continue  # the name that the model itself has for it is better
                 if token.name is None:
                     token.name = path
                 if kind is not BirthKind.INPUT and (token.opaque or is_made(path)):
@@ -402,6 +410,21 @@ class Step:
                     continue
                 if self.names.of_memory(key) is None and (key not in self._made_inputs or kind is BirthKind.INPUT):
                     self._made_inputs[key] = (kind, path)
+
+    def _feeding_roots(self) -> set[Entry]:
+        """Calls of the watched models, and the calls from whose results their arguments were made."""
+        feeding: set[Entry] = set()
+        todo = [e for e in self.entries if e.kind == "root"]
+        while todo:
+            entry = todo.pop()
+            if entry not in feeding:
+                feeding.add(entry)
+                todo.extend(
+                    t.entry
+                    for t in tokens_in((entry.args, entry.kwargs))
+                    if isinstance(t, Made) and t.entry.kind == "call"
+                )
+        return feeding
 
     @contextlib.contextmanager
     def _module_tracking(self) -> Iterator[None]:

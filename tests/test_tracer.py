@@ -270,6 +270,11 @@ def test_a_deadline_ends_the_trace() -> None:
             x = x + 1
 
 
+def test_talking_to_other_processes_is_refused() -> None:
+    with pytest.raises(ReplayRefused, match="all_reduce"), OpTracer():
+        torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", "no such group")
+
+
 def test_the_version_of_a_tensor_can_be_set() -> None:
     x = torch.ones(2)
     x.add_(1)

@@ -264,8 +264,13 @@ def _same_contents(container: Any, kept: Any, detached: bool) -> bool:
     if isinstance(container, dict):
         if isinstance(kept, dict) and "_parameters" in container and "_modules" in container:  # of a module
             container = {n: v for n, v in container.items() if n not in MACHINERY}
+            return len(container) == len(kept) and all(
+                _same_item(container.get(k, _MISSING), v, detached) for k, v in kept.items()
+            )
+        # The order counts: it is what a cache that drops its oldest goes by.
         return len(container) == len(kept) and all(
-            _same_item(container.get(k, _MISSING), v, detached) for k, v in kept.items()
+            _same_value(k, other) and _same_item(container[k], v, detached)
+            for k, (other, v) in zip(container, kept.items(), strict=True)
         )
     if isinstance(container, set):
         return len(container) == len(kept) and all(v in container for v in kept)

@@ -334,6 +334,28 @@ def test_an_exception_that_has_nothing_to_do_with_values() -> None:
     assert det.event is None
 
 
+def test_an_exception_after_outputs_that_the_loop_cleans() -> None:
+    class Logs(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.log(x.amax(1, keepdim=True)).detach()
+
+    model = Logs()
+    opt = torch.optim.SGD(model.parameters(), lr=1e-3)
+    det = NaNDetector(model, verbose=False)
+    with pytest.raises(KeyError), det:
+        for _ in range(3):
+            opt.zero_grad()
+            out = model(-rows(0).abs())
+            out = torch.where(out.isfinite(), out, torch.zeros(()))
+            out.square().mean().backward()
+            opt.step()
+        out = torch.nan_to_num(model(-rows(0).abs()))
+        loss = out.square().mean()
+        {}["missing"]
+    assert loss.isfinite()
+    assert det.event is None
+
+
 def test_an_exception_after_an_intended_infinity() -> None:
     model = Net()
     det = NaNDetector(model, verbose=False)

@@ -17,6 +17,7 @@ from nan_detector._tracer import OpTracer, Tensor
 MAX_OTHERS = 4
 MAX_SITES = 24
 
+_REPLACES = frozenset("nan_to_num where masked_fill index masked_select masked_scatter nansum index_put".split())
 _WEIGHS = frozenset(
     "softmax log_softmax logsumexp safe_softmax masked_softmax logcumsumexp logaddexp scaled_dot_product_attention "
     "scaled_dot_product_flash_attention_for_cpu scaled_dot_product_efficient_attention "
@@ -35,9 +36,15 @@ def trace_of(replayed: Replayed) -> Trace:
         "gradient": _union(tracer, replayed.gradients.values()),
     }
     if replayed.raised is not None or not replayed.losses:
-        reached["output"] = _union(tracer, replayed.outputs) | _at_the_end(tracer, replayed)
+        outputs = frozenset(g for g in _union(tracer, replayed.outputs) if not _replaced(g))
+        reached["output"] = outputs | _at_the_end(tracer, replayed)
     harm = frozenset().union(*reached.values())
     return _trace(tracer, harm, tuple(name for name, line in reached.items() if line))
+
+
+def _replaced(gen: Gen) -> bool:
+    """True where the code put something else in the place of the bad values."""
+    return any(r.info.op in _REPLACES for r in gen.ended)
 
 
 def trace_of_line(tracer: OpTracer, harm: Line) -> Trace:

@@ -14,8 +14,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from _loops import LOOPS, loading
 from _sacred import LEVELS, Run, assert_same, blobs, train
-from _trainings import LOOPS, MODELS, dropout_and_batch_norm, loading, mlp, plain
+from _trainings import MODELS, dropout_and_batch_norm, mlp, plain
 
 
 @pytest.mark.parametrize("watch", LEVELS)

@@ -238,6 +238,23 @@ def test_a_module_compiled_in_place(watch: str) -> None:
     same(run(False), run(True))
 
 
+@pytest.mark.parametrize("watch", LEVELS)
+@pytest.mark.parametrize("first", ["compile", "attach"])
+def test_a_nan_in_a_module_compiled_in_place_is_found(first: str, watch: str) -> None:
+    run = Compiled(bad=BAD)
+    run.model = run.inner
+    if first == "compile":
+        run.inner.compile(backend=run.counter)
+    with NaNDetector(run.inner, watch=watch, on_nan="skip", verbose=False) as det:
+        if first == "attach":
+            run.inner.compile(backend=run.counter)
+        run.train(8)
+    event = det.event
+    assert event is not None and (event.step, event.op, event.reproduced) == (BAD, "sqrt", "yes")
+    assert event.location is not None and event.location.line == marked_line(Rooted, "root")
+    assert event.weights == "clean"
+
+
 def test_evaluation_with_a_compiled_model() -> None:
     run = Compiled(fullgraph=False)
     run.compile()

@@ -280,7 +280,7 @@ def _broken(*_: Any, **__: Any) -> Any:
 
 
 INNARDS: list[tuple[Any, str]] = [
-    (Engine, "_judge"), (Engine, "_record"), (Engine, "_gate"), (Engine, "_stepped"), (Engine, "on_leave"),
+    (Engine, "_judge"), (Engine, "_record"), (Engine, "_gate"), (Engine, "_stepped"), (Engine, "_end_of_step"),
     (Roots, "_enter"), (Roots, "_leave"), (Tape, "encode"), (Tape, "add"), (Tape, "judged"), (Session, "_entry"),
 ]  # fmt: skip
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from nan_detector._config import Config
 from nan_detector._eventlog import EventLog
 from nan_detector._records import GradEvent, NaNEvent, Record, WarningRecord
-from nan_detector._state import logger
+from nan_detector._state import logger, strict
 from nan_detector._summary import headline
 
 #: Warnings of one kind that are logged in full; later ones are only kept.
@@ -50,6 +50,16 @@ class Book:
             for i, known in enumerate(self.events):
                 if known.event_id == event.event_id:
                     self.events[i] = event
+        try:
+            self._show(event)
+        except Exception:
+            # A closed stderr, or a bug in the report: the step must be refused all the same.
+            if strict():
+                raise
+            logger.exception("the event could not be shown")
+        self._tell(self._config.on_event, event, "on_event")
+
+    def _show(self, event: NaNEvent) -> None:
         if event.severity == "error":
             logger.error("%s", headline(event))
         else:
@@ -58,7 +68,6 @@ class Book:
             from nan_detector._render.terminal import print_report
 
             print_report(event, file=sys.stderr)
-        self._tell(self._config.on_event, event, "on_event")
 
     def warn(self, record: WarningRecord | GradEvent, message: str) -> None:
         """Keep, write and log a warning."""

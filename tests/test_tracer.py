@@ -201,6 +201,17 @@ def test_an_infinity_that_arithmetic_absorbs_is_silent_and_one_that_a_mask_drops
     assert [is_silent(g) for g in tracer.births] == [False]  # a pole, no overflow
     tracer, _ = traced(lambda: torch.softmax(torch.cat([-(x * x), x]), 0))
     assert [is_silent(g) for g in tracer.births] == [False]  # weight 0, as a mask
+    tracer, _ = traced(lambda: torch.exp((-x) * x))
+    assert [is_silent(g) for g in tracer.births] == [False]  # the same, written by hand
+    tracer, _ = traced(lambda: torch.exp(1.0 / (x * x)))
+    assert [is_silent(g) for g in tracer.births] == [True]
+
+    def both() -> Tensor:
+        h = x * x
+        return torch.where(x > 0, x, h) + 1.0 / h
+
+    tracer, _ = traced(both)
+    assert [is_silent(g) for g in tracer.births] == [False]  # the author knows: a mask looks after it
 
 
 def test_views_carry_what_their_memory_holds() -> None:

@@ -368,6 +368,19 @@ def test_an_exception_after_an_intended_infinity() -> None:
     assert det.event is None
 
 
+def test_an_exception_after_masked_logits_of_the_model() -> None:
+    class Masks(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).T.masked_fill(x[:, 0] > 0, -INF)
+
+    model = Masks()
+    det = NaNDetector(model, verbose=False)
+    with pytest.raises(KeyError), det:
+        model(rows(0))
+        {}["missing"]
+    assert det.event is None
+
+
 def test_on_nan_raise_is_the_only_exception_and_the_event_is_there() -> None:
     model = Net()
     opt = torch.optim.SGD(model.parameters(), lr=1e-3)

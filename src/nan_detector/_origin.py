@@ -36,7 +36,7 @@ def trace_of(replayed: Replayed) -> Trace:
         "gradient": _union(tracer, replayed.gradients.values()),
     }
     if replayed.raised is not None or not replayed.losses:
-        outputs = frozenset(g for g in _union(tracer, replayed.outputs) if not _replaced(g))
+        outputs = frozenset(g for g in _union(tracer, replayed.outputs) if not g.intended and not _replaced(g))
         reached["output"] = outputs | _at_the_end(tracer, replayed)
     harm = frozenset().union(*reached.values())
     return _trace(tracer, harm, tuple(name for name, line in reached.items() if line))
@@ -92,7 +92,9 @@ def _at_the_end(tracer: OpTracer, replayed: Replayed) -> Line:
         last += [t for t in tracer.last.inputs if isinstance(t, Tensor)]
     with quiet():
         for t in last:
-            out |= tracer.ancestry(t)
+            line = tracer.ancestry(t)
+            if t.numel() == 1 or not all(g.intended for g in line):  # a mask is no reason to raise; a loss of inf is
+                out |= line
     return out
 
 

@@ -41,7 +41,7 @@ class Outside:
         weak: Leave it to the program how long it lives: the tape holds enough already.
     """
 
-    __slots__ = ("__weakref__", "_held", "_ref", "bytes", "ident", "leaf", "name", "opaque", "snapshot", "version")
+    __slots__ = ("__weakref__", "_held", "_ref", "bytes", "ident", "leaf", "name", "opaque", "parameter", "snapshot", "version")
 
     def __init__(self, tensor: Tensor, *, weak: bool = False, size: int = 0) -> None:
         self.ident = id(tensor)
@@ -55,6 +55,7 @@ class Outside:
         self.version = -1 if tensor.is_inference() else tensor._version
         self.snapshot: Tensor | None = None
         self.name: str | None = None
+        self.parameter = False
 
     def stands_for(self, t: Tensor) -> bool:
         """True when this is the token of `t`, whose id it has."""
@@ -173,10 +174,12 @@ class Tape:
             return Made(known[1], known[2])
         out = self.outside.get(ident)
         if out is not None and out.stands_for(t):
+            self.begun = self.begun or out.parameter
             return out
         if isinstance(t, torch.nn.Parameter):
             self.begun = True
             out = Outside(t)
+            out.parameter = True
         elif self.unbounded:
             out = Outside(t)
         else:

@@ -1,4 +1,4 @@
-"""What is kept of a model's call, what is learned from its first calls, and what a picture of Python state puts back."""
+"""What is kept of a model's call, what is learned from its first calls, and how Python state is put back."""
 
 from __future__ import annotations
 

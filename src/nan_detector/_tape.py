@@ -41,7 +41,19 @@ class Outside:
         weak: Leave it to the program how long it lives: the tape holds enough already.
     """
 
-    __slots__ = ("__weakref__", "_held", "_ref", "bytes", "ident", "leaf", "name", "opaque", "parameter", "snapshot", "version")
+    __slots__ = (
+        "__weakref__",
+        "_held",
+        "_ref",
+        "bytes",
+        "ident",
+        "leaf",
+        "name",
+        "opaque",
+        "parameter",
+        "snapshot",
+        "version",
+    )
 
     def __init__(self, tensor: Tensor, *, weak: bool = False, size: int = 0) -> None:
         self.ident = id(tensor)

@@ -321,6 +321,25 @@ def test_ordinary_training_is_quiet(kind: type[Base]) -> None:
     assert det.event is None and not det.warnings
 
 
+class OnlyThroughReference(Base):
+    """A bad gradient that arrives at no parameter which the replay has swapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [self.first.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep = (x.min() > 0).float()
+        return self.last(x.abs()) + torch.sqrt((self.weights[0] * keep).abs()).sum()  # <-- birth
+
+
+def test_a_gradient_of_a_parameter_that_the_model_reaches_by_itself() -> None:
+    model = OnlyThroughReference()
+    det, before, after = train(model, on_nan="skip", stop_on_first=False, around=lambda: picture(model))
+    assert_born(det.event, OnlyThroughReference, phase="backward", op="sqrt", weights="clean")
+    assert before == after
+
+
 def test_code_of_the_users_can_ask_whether_it_is_a_replay(capsys: pytest.CaptureFixture[str]) -> None:
     train(Prints())
     assert capsys.readouterr().out.count("forward") == 5

@@ -21,6 +21,7 @@ from _sacred import LEVELS, assert_same, blobs, picture, seed_all
 from _trainings import dropout_and_batch_norm, every_random_stream
 from nan_detector import NaNDetector, NonFiniteError
 from nan_detector._engine import Engine
+from nan_detector._judge import Judge
 from nan_detector._roots import Roots
 from nan_detector._session import Session
 from nan_detector._tape import Tape
@@ -280,7 +281,7 @@ def _broken(*_: Any, **__: Any) -> Any:
 
 
 INNARDS: list[tuple[Any, str]] = [
-    (Engine, "_judge"), (Engine, "_record"), (Engine, "_gate"), (Engine, "_stepped"), (Engine, "_end_of_step"),
+    (Engine, "_judge"), (Judge, "_record"), (Engine, "_gate"), (Engine, "_stepped"), (Engine, "_end_of_step"),
     (Roots, "_enter"), (Roots, "_leave"), (Tape, "encode"), (Tape, "add"), (Tape, "judged"), (Session, "_entry"),
 ]  # fmt: skip
 
@@ -324,7 +325,7 @@ def test_a_bug_in_the_search_still_protects_the_weights(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("NAN_DETECTOR_STRICT")
-    monkeypatch.setattr("nan_detector._engine.investigate", _broken)
+    monkeypatch.setattr("nan_detector._respond.investigate", _broken)
     model = Net()
     with NaNDetector(model, on_nan="skip", verbose=False) as det:
         train(model, bad=BAD)

@@ -137,7 +137,7 @@ class NaNDetector:
         self._book.write(self._run_record())
         engine = Engine(self._models, self._config, self._book)
         self._engine, self._session = engine, session()
-        self._recorder, self._overheads = engine.recorder, engine.overheads
+        self._recorder, self._overheads = engine.run.recorder, engine.overheads
         # A detector that is dropped without `detach` must not leave its hooks behind: the engine knows nothing of it.
         self._finalizer = weakref.finalize(self, _abandoned, engine, self._session, self._book)
         self._finalizer.atexit = False
@@ -202,7 +202,7 @@ class NaNDetector:
             True when a warning was logged in this call.
         """
         engine = self._engine
-        return bool(engine is not None and not is_replaying() and engine.contain(engine.check_grad_norms))
+        return bool(engine is not None and not is_replaying() and engine.check_grad_norms())
 
     def run_step(self, step_fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run one training step, as ``step_fn(*args, **kwargs)``, and return what it returns.
@@ -221,7 +221,7 @@ class NaNDetector:
             )
         if self._engine is None or is_replaying():
             return step_fn(*args, **kwargs)
-        return self._engine.run_step(step_fn, args, kwargs)
+        return self._engine.responder.run_step(self._engine.contain, step_fn, args, kwargs)
 
     def also_watch(self, model: torch.nn.Module) -> None:
         """Watch one more model from now on, under its class's name.
@@ -232,7 +232,7 @@ class NaNDetector:
         if self._engine is None:
             raise NotAttachedError("also_watch needs an attached detector: call attach() first.")
         self._engine.add(model)
-        self._models = self._engine.models
+        self._models = self._engine.run.models
 
     def enter_call(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """A call of `model` that began before it was watched is running."""
@@ -296,7 +296,7 @@ class NaNDetector:
 
     def _notice(self) -> None:
         if self._engine is not None and not is_replaying():
-            self._engine.noticed = True
+            self._engine.run.noticed = True
 
     def _run_record(self) -> RunRecord:
         config = self._config

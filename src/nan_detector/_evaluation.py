@@ -38,7 +38,7 @@ class Evaluation:
     """Extremes of what the watched models gave without gradients."""
 
     def __init__(self, names: Names) -> None:
-        self._names = names
+        self.names = names
         self._seen: dict[tuple[int, torch.device], Seen] = {}
 
     def note(self, module: torch.nn.Module, output: Any, step: int) -> None:
@@ -55,7 +55,7 @@ class Evaluation:
         key = (id(module), t.device)
         seen = self._seen.get(key)
         if seen is None:
-            path, kind = self._names.of_module(module)
+            path, kind = self.names.of_module(module)
             self._seen[key] = Seen(path or "root", kind, step, 1, low, high)
         else:
             seen.calls += 1

@@ -291,6 +291,37 @@ class Tape:
             if e.age <= MAX_AGE and any((t := r()) is not None and t.requires_grad for r in e.made)
         ]
 
+    def has_root(self) -> bool:
+        """True when a call of a watched module is on the tape."""
+        return any(e.kind == "root" for e in self.entries)
+
+    def drop_idle(self, most: int) -> None:
+        """Keep `most` calls without gradients at most: an evaluation's pile up until something needs them."""
+        if self.backwards:
+            return
+        idle = [e.number for e in self.entries if e.kind == "root" and not e.grad_enabled]
+        if len(idle) > most:
+            self.forget_before(idle[-most // 2])
+
+    def drop_abandoned(self, latest: Entry) -> None:
+        """A forward before `latest` whose outputs are all gone was dropped by the loop, as an evaluation's is."""
+        before = [e for e in self.entries if e is not latest and e.kind == "root" and e.number < latest.number]
+        if all(any(r() is not None for r in e.made) for e in before):
+            return
+        last = before[-1].number
+        self.keep_only(
+            self.needed(
+                [
+                    e
+                    for e in self.entries
+                    if e.number >= latest.number
+                    or any(r() is not None for r in e.made)
+                    # A Python number outlives the tensor that it was read from.
+                    or (e.scalar is not None and e.number > last)
+                ]
+            )
+        )
+
     def forget_before(self, number: int) -> None:
         """Forget entries older than `number` that no living tensor with gradients needs."""
         wanted = self.needed(self._alive())

@@ -18,7 +18,7 @@ from nan_detector._trace import BirthKind, Trace
 from nan_detector._tracer import OpTracer
 
 if TYPE_CHECKING:
-    from nan_detector._engine import Engine
+    from nan_detector._run import Run
 
 Tensor = torch.Tensor
 
@@ -26,8 +26,8 @@ Tensor = torch.Tensor
 class StepWatch:
     """`watch="step"`: the gate and nothing else."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
     def open(self) -> None:
         """Begin."""
@@ -53,11 +53,11 @@ class StepWatch:
 class LayerWatch(StepWatch):
     """`watch="layers"`: extremes of every module's output; a value absorbed between two of them is looked into."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        config = engine.config
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        config = run.config
         self.layers = Layers(
-            list(engine.models.values()), engine.names, config.skip_types, config.check_inputs, config.check_backward
+            list(run.models.values()), run.names, config.skip_types, config.check_inputs, config.check_backward
         )
         self._looked_into: set[str] = set()
 
@@ -73,19 +73,19 @@ class LayerWatch(StepWatch):
             return
         # Once for each layer: a mask of NaN that the next layer drops would otherwise cost a replay in every step.
         self._looked_into.update(new)
-        engine = self.engine
+        run = self.run
         with current.off():
-            finding = investigate(current.tape, engine.models, engine.config.replay_budget_s, silent=True)
+            finding = investigate(current.tape, run.models, run.config.replay_budget_s, silent=True)
         if finding.silent:
-            report_silent(engine, finding.silent)
+            report_silent(run, finding.silent)
 
 
 class OpWatch(StepWatch):
     """`watch="ops"`: the tracer on every operation as it runs."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self.live = Live(engine.names, self._tracer)
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.live = Live(run.names, self._tracer)
         self._reported: set[Any] = set()
 
     def _tracer(self) -> OpTracer:
@@ -95,7 +95,7 @@ class OpWatch(StepWatch):
         from nan_detector._lineage import key_of
         from nan_detector._session import session
 
-        known = self.engine.names.of_memory(key_of(t))
+        known = self.run.names.of_memory(key_of(t))
         if known is not None:
             return known
         token = session().tape.outside.get(id(t))
@@ -117,7 +117,7 @@ class OpWatch(StepWatch):
         self._reported.update(self._key(g) for g in found)
         if found:
             self.live.pause()
-            report_silent(self.engine, tuple(birth_of(g) for g in found))
+            report_silent(self.run, tuple(birth_of(g) for g in found))
 
     @staticmethod
     def _key(gen: Gen) -> Any:
@@ -128,10 +128,10 @@ class OpWatch(StepWatch):
         self.live.resume()
 
 
-def report_silent(engine: Engine, births: tuple[Any, ...]) -> None:
+def report_silent(run: Run, births: tuple[Any, ...]) -> None:
     """Events for overflows that arithmetic absorbed; the first of a step only, as with every event."""
     birth = births[0]
     cause, _ = diagnose(Trace(birth=birth))
-    event = silent_event(engine.step, birth, cause)
-    engine.book.provisional(event)
-    engine.book.final(event)
+    event = silent_event(run.step, birth, cause)
+    run.book.provisional(event)
+    run.book.final(event)

@@ -1,0 +1,245 @@
+"""The gate at work: measure the step that is about to be taken, record it, and hand what is bad to the responder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from nan_detector._errors import NonFiniteError
+from nan_detector._evaluation import Evaluation, Seen, bad_outputs
+from nan_detector._finite import read
+from nan_detector._gate import Reading, Suspicion, column_names, confirm, measure, take, without_scale
+from nan_detector._hyper import HyperProblem, bad_hyperparameter
+from nan_detector._naming import Names
+from nan_detector._quiet import hidden, quiet
+from nan_detector._records import GradEvent, StepRow
+from nan_detector._respond import Responder
+from nan_detector._run import Run
+from nan_detector._scaling import Skips, knows_scale, scale_in_use, skips_itself, still_scaled
+from nan_detector._session import Session
+from nan_detector._source import location_of
+from nan_detector._stepped import Stepped
+from nan_detector._tape import Entry
+from nan_detector._watchers import StepWatch
+
+Tensor = torch.Tensor
+
+
+class Judge:
+    """Judges the steps of one run."""
+
+    def __init__(self, run: Run, watch: StepWatch, responder: Responder) -> None:
+        self.run = run
+        self.watch = watch
+        self.responder = responder
+        self.evaluation = Evaluation(run.names)
+        self._skips = Skips()
+        self._warned_step: int | None = None
+
+    def judge(
+        self,
+        current: Session,
+        pending: list[Entry],
+        *,
+        stepped: Stepped | None = None,
+        given: list[tuple[str, Tensor]] | None = None,
+        is_mine: Callable[[Session, Entry], bool],
+    ) -> bool:
+        """Judge the losses of `pending` and the gradients of `stepped`'s optimizer, or those `given`.
+
+        Returns:
+            True when the step must not be taken.
+
+        Raises:
+            NonFiniteError: The policy says so.
+        """
+        losses = [loss for e in pending for loss in e.unscaled or e.losses]
+        scale = scale_in_use(current)
+        if current.looks:
+            self.tell_handled(current, pending)
+        optimizer = stepped.optimizer() if stepped is not None else None
+        with quiet():
+            columns, extra = self.watch.collect()
+            if given is None and stepped is not None:
+                names, grads = stepped.gradients()
+            else:
+                names, grads = [n for n, _ in given or ()], [g for _, g in given or ()]
+            if scale is not None:
+                extra = scale.reshape(1) if extra is None else torch.cat([extra, scale.reshape(1).to(extra)])
+            evaluated, outputs = self.evaluation.collect()
+            if outputs is not None:
+                extra = outputs if extra is None else torch.cat([extra, outputs.to(extra)])
+            reading, extremes = measure(grads, losses, extra)
+        if evaluated:
+            tail = len(extremes) - 2 * len(evaluated)
+            self._tell_evaluated(evaluated, extremes[tail:])
+            del extremes[tail:]
+        factor = extremes.pop() if scale is not None else None
+        if scale is not None and factor is not None and still_scaled(optimizer):
+            reading = without_scale(reading, scale, factor)
+        overflow = scale is not None and optimizer is None
+        problem = _damaging(optimizer)
+        refuse = False
+        suspicion = Suspicion()
+        if reading.suspicious or problem is not None:
+            suspicion = confirm(names, grads, losses)
+            if problem is not None:
+                suspicion = Suspicion(suspicion.losses, suspicion.gradients, suspicion.loss, problem)
+            elif scale is not None and suspicion and not suspicion.losses and skips_itself(optimizer):
+                suspicion, overflow = Suspicion(), True
+            if suspicion and self._is_others(current, suspicion, pending, is_mine):
+                suspicion = Suspicion()
+            if suspicion:
+                refuse = self._hit(current, suspicion, pending, optimizer)
+                overflow = False
+        if scale is not None:
+            if overflow:
+                suspicion = self._overflowed(current, pending)
+            elif not suspicion:
+                self._skips.over(current.scaler)
+        self._record(reading, names, bool(losses), stepped, factor)
+        if not suspicion:
+            if reading.largest is not None and reading.largest > self.run.config.grad_norm_warn:
+                self.warn_of_norms(reading, names)
+            self.watch.healthy(current, columns, extremes)
+        return refuse
+
+    def _hit(self, current: Session, suspicion: Suspicion, pending: list[Entry], optimizer: Any) -> bool:
+        stepping = optimizer is not None or self.run.updating
+        try:
+            return self.responder.hit(current, suspicion, len(pending), stepping=stepping)
+        except NonFiniteError:
+            # The step has been judged: it must not be judged a second time when the block ends.
+            current.tape.judged(keep_alive=True)
+            self.watch.next_step()
+            raise
+
+    def _overflowed(self, current: Session, pending: list[Entry]) -> Suspicion:
+        """A GradScaler skips this step: its own business, unless the step is bad without any scale as well."""
+        if not (self._skips.worth_a_look(current.scaler) and knows_scale(current.tape)):
+            return Suspicion()
+        finding = self.responder.bad_at_any_scale(current)
+        if finding is None:
+            return Suspicion()
+        note = "gradients are not finite at any loss scale: the GradScaler would skip such steps for ever"
+        suspicion = Suspicion(note=note)
+        self.responder.hit(current, suspicion, len(pending), stepping=self.run.updating, finding=finding)
+        return suspicion
+
+    def _is_others(
+        self,
+        current: Session,
+        suspicion: Suspicion,
+        pending: list[Entry],
+        is_mine: Callable[[Session, Entry], bool],
+    ) -> bool:
+        """True when the only thing bad is the loss of a model that this detector does not watch."""
+        if suspicion.gradients or suspicion.hyper is not None:
+            return False
+        first = 0
+        for e in pending:
+            count = len(e.losses)
+            if any(first <= i < first + count for i in suspicion.losses) and is_mine(current, e):
+                return False
+            first += count
+        return True
+
+    # -- the record ----------------------------------------------------------------------------------------------------
+
+    def _record(
+        self, reading: Reading, names: list[str], has_loss: bool, stepped: Stepped | None, scale: float | None
+    ) -> None:
+        if not names and not has_loss:
+            return
+        run = self.run
+        with hidden():
+            width = reading.row.numel()
+        columns = (column_names if stepped is None else stepped.columns)(names, has_loss, width)
+        optimizer = stepped.optimizer() if stepped is not None else None
+        rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
+        lr = float(rate) if isinstance(rate, (int, float)) else None
+        with quiet(), run.lock:
+            run.recorder.set_columns(columns)
+            run.recorder.append(run.step, reading.row, lr, scale)
+        if run.book.log is not None and reading.loss is not None:
+            run.book.write(StepRow(run.step, reading.loss, reading.total, reading.largest, lr, scale))
+
+    # -- warnings ------------------------------------------------------------------------------------------------------
+
+    def check_grad_norms(self, current: Session) -> bool:
+        """Look at the gradient norms now. True when a warning was logged in this call."""
+        pairs = list(parameters_with_gradients(self.run.names))
+        if not pairs:
+            return False
+        factor = current.gradient_scale
+        with current.off():
+            reading, values = take([g for _, g in pairs], (), factor)
+            if factor is not None:
+                reading = without_scale(reading, factor, values[0])
+        return self.warn_of_norms(reading, [n for n, _ in pairs])
+
+    def warn_of_norms(self, reading: Reading, names: list[str]) -> bool:
+        """Warn of gradients whose norm is above the threshold, once a step. True when one was."""
+        step, threshold = self.run.step, self.run.config.grad_norm_warn
+        if reading.largest is None or not reading.largest > threshold or self._warned_step == step:
+            return False
+        self._warned_step = step
+        warned = False
+        with quiet():
+            each = reading.norms.tolist()
+        for name, norm in zip(names, each, strict=True):
+            if norm > threshold and norm != float("inf"):
+                layer, _, parameter = name.rpartition(".")
+                self.run.book.warn(
+                    GradEvent(step, layer, parameter or name, norm, threshold),
+                    f"step {step}: the gradient norm of {name} is {norm:.3g}, above grad_norm_warn={threshold:g}",
+                )
+                warned = True
+        return warned
+
+    def tell_evaluations(self) -> None:
+        """Warn of what the last evaluation gave, when no gate follows that would read it."""
+        with quiet():
+            evaluated, outputs = self.evaluation.collect()
+            if outputs is not None:
+                self._tell_evaluated(evaluated, read(outputs))
+
+    def _tell_evaluated(self, seen: list[Seen], extremes: list[float]) -> None:
+        """Warn of outputs without gradients that were not finite."""
+        for s in bad_outputs(seen, extremes):
+            calls = f"{s.calls} {'call' if s.calls == 1 else 'calls'} without gradients"
+            message = (
+                f"step {s.step}: {s.module_type} ({s.layer_name}) gave non-finite outputs in an evaluation ({calls}); "
+                "the training is not touched by it"
+            )
+            self.run.warn("evaluation", message, step=s.step, layer_name=s.layer_name)
+
+    def tell_handled(self, current: Session, pending: list[Entry]) -> None:
+        """Note bad losses that the loop has looked at and has not trained on."""
+        looks = current.looks[:]
+        current.looks.clear()
+        trained = {e.number for e in current.tape.needed(pending)}
+        told = {e.step for e in self.run.book.events}
+        for look in looks:
+            if look.made_by in trained or look.step in told:
+                continue
+            told.add(look.step)
+            location = location_of(look.mark) if look.mark is not None else None
+            where = f" at {location.file}:{location.line}" if location is not None else ""
+            message = f"step {look.step}: the loop saw that a loss was not finite{where}, and did not train on it"
+            self.run.warn("handled", message, step=look.step, value=look.value, location=location)
+
+
+def _damaging(optimizer: Any) -> HyperProblem | None:
+    """A hyperparameter that makes weights non-finite. A negative learning rate is finite: it climbs."""
+    problem = bad_hyperparameter(optimizer) if optimizer is not None else None
+    return None if problem is None or problem.kind == "negative" else problem
+
+
+def parameters_with_gradients(names: Names) -> Iterator[tuple[str, Tensor]]:
+    """Name and gradient of each parameter that has one."""
+    for name, p in names.parameters():
+        if p.grad is not None:
+            yield name, p.grad

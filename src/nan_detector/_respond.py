@@ -1,0 +1,195 @@
+"""What follows a confirmed suspicion: written down, explained, acted upon, in that order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from nan_detector._before import before_sentences
+from nan_detector._config import Policy, Replay, policy_named
+from nan_detector._errors import NonFiniteError
+from nan_detector._gate import Suspicion
+from nan_detector._hit import Finding, complete, investigate, new_event, weights_state
+from nan_detector._moment import Habits
+from nan_detector._optimizer_events import hyper_event
+from nan_detector._records import NaNEvent
+from nan_detector._run import Run
+from nan_detector._run_step import Call
+from nan_detector._session import Session, session
+from nan_detector._state import logger, strict
+from nan_detector._watchers import StepWatch
+
+T = TypeVar("T")
+
+#: Rows of the flight recorder that an event is explained from.
+ROWS = 200
+
+
+class Responder:
+    """Makes events of suspicions, and decides what becomes of the step."""
+
+    def __init__(self, run: Run, watch: StepWatch) -> None:
+        self.run = run
+        self.watch = watch
+        self.running: Call | None = None  # the call of `run_step` that is running
+        self.raised: Call | None = None  # the last one, if it raised and nothing else was done since
+        self._habits: dict[int, Habits] = {}
+
+    def hit(
+        self,
+        current: Session,
+        suspicion: Suspicion,
+        backwards: int,
+        *,
+        stepping: bool,
+        finding: Finding | None = None,
+    ) -> bool:
+        """A confirmed bad step: write it down, find out, act.
+
+        Args:
+            current: The session of the thread that steps.
+            suspicion: What was confirmed.
+            backwards: Backward passes since the last gate.
+            stepping: An optimizer's step (or the loop's own update) is about to follow.
+            finding: What is known already; None to find out.
+
+        Returns:
+            True when the step must not be taken.
+
+        Raises:
+            NonFiniteError: The policy says so.
+        """
+        run, config = self.run, self.run.config
+        known = config.stop_on_first and any(e.severity == "error" for e in run.book.events)
+        if known and config.on_nan in (Policy.STOP, Policy.SKIP, Policy.WARN):
+            return config.on_nan is not Policy.WARN
+        event = new_event(
+            run.step,
+            suspicion,
+            phase="loss" if suspicion.losses else "backward" if suspicion.gradients else "optimizer",
+            micro_step=max(0, backwards - 1),
+        )
+        run.book.provisional(event)
+        event = self._explained(current, event, suspicion, finding)
+        event = replace(event, sample_id=run.ids_of(event.sample_index) or event.sample_id)
+        policy = self._policy(event)
+        event = replace(event, weights=self._weights(event, policy, stepping), action=policy.value)
+        run.book.final(event)
+        return self._act(policy, event)
+
+    def _weights(self, event: NaNEvent, policy: Policy, stepping: bool) -> str:
+        step = self.run.step
+        if policy is Policy.WARN and stepping:
+            return f"damaged since step {step}"
+        if weights_state(self.run.names.parameters(), ()) == "clean":
+            return "clean"
+        return f"damaged since step {step if event.phase != 'state' else 0}"
+
+    def _explained(self, current: Session, event: NaNEvent, suspicion: Suspicion, finding: Finding | None) -> NaNEvent:
+        """`_explain`, or the provisional event made final: a bug in the search must not cost the protection."""
+        try:
+            return self._explain(current, event, suspicion, finding)
+        except Exception as error:
+            if strict():
+                raise
+            logger.exception("the search for the origin failed; the event keeps what the gate saw")
+            return replace(
+                event, status="final", notes=(*event.notes, f"the search failed: {type(error).__name__}: {error}")
+            )
+
+    def _explain(self, current: Session, event: NaNEvent, suspicion: Suspicion, finding: Finding | None) -> NaNEvent:
+        if suspicion.hyper is not None and not suspicion.losses and not suspicion.gradients:
+            steps, columns = self.run.recorder.columns(ROWS)
+            return hyper_event(event, suspicion.hyper, before_sentences(columns, steps, layer=None))
+        if finding is None and self.run.config.replay is Replay.OFF:
+            finding = Finding(notes=("replay='off': only what the gate saw is known",))
+        if finding is None:
+            finding = self.watch.explain(current, suspicion)
+        if finding is None:
+            with current.off():
+                finding = self._investigate(current)
+        return self._complete(event, finding)
+
+    def _complete(self, event: NaNEvent, finding: Finding) -> NaNEvent:
+        steps, columns = self.run.recorder.columns(ROWS)
+        birth = finding.trace.birth if finding.trace is not None else None
+        before = before_sentences(columns, steps, layer=birth.layer_name if birth is not None else None)
+        return complete(event, finding, {name: tuple(values) for name, values in columns.items()}, before)
+
+    def _investigate(self, current: Session) -> Finding:
+        """The replay: of the whole step where it is one call, else (or where that fails) of what the tape holds."""
+        models, budget = self.run.models, self.run.config.replay_budget_s
+        call = self.running or self.raised
+        if call is None or call.session is not current or not call.whole:
+            return investigate(current.tape, models, budget)
+        whole = investigate(current.tape, models, budget, call=call)
+        if whole.reproduced == "yes":
+            return replace(whole, micro_step=whole.micro_step + call.backwards_before)
+        taped = investigate(current.tape, models, budget)
+        notes = tuple(n for n in whole.notes if n not in taped.notes)
+        if taped.reproduced == "yes":
+            return replace(taped, notes=(*taped.notes, *(f"the step function called again: {n}" for n in notes)))
+        return replace(whole, notes=(*whole.notes, *(n for n in taped.notes if n not in whole.notes)))
+
+    def bad_at_any_scale(self, current: Session) -> Finding | None:
+        """What makes a step bad that a GradScaler skips, if it is so without a loss scale as well."""
+        if self.run.config.replay is Replay.OFF:
+            return None
+        with current.off():
+            finding = investigate(current.tape, self.run.models, self.run.config.replay_budget_s, unscaled=True)
+        return finding if finding.trace is not None and finding.trace.birth is not None else None
+
+    def after_exception(self, current: Session, error: BaseException) -> None:
+        """The user's code raised: if a bad value made it do so, the event must still be there."""
+        with current.off():
+            finding = self._investigate(current)
+        if finding.trace is None or finding.trace.birth is None:
+            return
+        event = new_event(self.run.step, Suspicion(), phase="forward")
+        event = replace(event, symptom=f"the step raised {type(error).__name__}")
+        self.run.book.provisional(event)
+        self.run.book.final(replace(self._complete(event, finding), action="raised by the training"))
+
+    def _policy(self, event: NaNEvent) -> Policy:
+        chosen = self.run.config.on_nan
+        if isinstance(chosen, Policy):
+            return chosen
+        try:
+            return policy_named(chosen(event), "the answer of on_nan")
+        except Exception:
+            # The user's callback is neither the training nor ours; the weights are protected all the same.
+            logger.exception("on_nan gave no policy; the step is not taken, as with 'stop'")
+            return Policy.STOP
+
+    def _act(self, policy: Policy, event: NaNEvent) -> bool:
+        if policy is Policy.RAISE:
+            raise NonFiniteError(str(event), event)
+        if policy is Policy.STOP:
+            self.run.stopped, self.run.noticed = True, False
+        return policy in (Policy.STOP, Policy.SKIP)
+
+    def run_step(
+        self,
+        contain: Callable[..., Any],
+        function: Callable[..., T],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> T:
+        """Call a step function so that it can be called again."""
+        outer, self.raised = self.running, None
+        self.running = contain(Call, function, args, kwargs, self.run.models, self._habits, session())
+        try:
+            out = function(*args, **kwargs)
+        except Exception:
+            # The end of the watch may still want to know why.
+            self.raised = self.running
+            if self.raised is not None:
+                self.raised.raised = True
+            raise
+        else:
+            if self.running is not None:
+                contain(self.running.ended)
+        finally:
+            self.running = outer
+        return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,28 +17,35 @@ from nan_detector._quiet import quiet
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):  # made in every step: a frozen dataclass costs as much as a kernel
     """What one gate measured.
 
     Attributes:
         row: Vector on the device: loss (where there is one), for many gradients their total and largest norm, each
             norm.
+        width: Its length.
+        gradients: How many there are; their norms stand last in it.
         loss: Mean of the losses since the last gate; None where there was none.
         total: L2 norm of all gradients together; None where there is no gradient.
         largest: Largest norm of one gradient.
     """
 
     row: Tensor
-    norms: Tensor
+    width: int
+    gradients: int
     loss: float | None
     total: float | None
     largest: float | None
 
     @property
+    def norms(self) -> Tensor:
+        """The norm of each gradient."""
+        return self.row[self.width - self.gradients :]
+
+    @property
     def suspicious(self) -> bool:
         """True when something is not finite, or so large that its norm is not."""
-        return not all(math.isfinite(v) for v in (self.loss, self.total, self.largest) if v is not None)
+        return not math.isfinite((self.loss or 0.0) + (self.total or 0.0) + (self.largest or 0.0))
 
 
 def without_scale(reading: Reading, factor: Tensor, value: float) -> Reading:
@@ -49,8 +56,7 @@ def without_scale(reading: Reading, factor: Tensor, value: float) -> Reading:
         row = reading.row.clone()
         first = 0 if reading.loss is None else 1
         row[first:] /= factor.to(row)
-        each = reading.norms / factor.to(reading.norms)
-    return Reading(row, each, reading.loss, total, largest)
+    return reading._replace(row=row, total=total, largest=largest)
 
 
 #: Up to this many gradients all norms are read; the rest is arithmetic on the host, cheaper than three more kernels.
@@ -90,10 +96,13 @@ def _take_few(grads: Sequence[Tensor], loss: Tensor) -> Reading:
     values: list[float] = row.tolist()
     first, norm_values = values[0], values[1:]
     if math.isfinite(sum(values)):
-        return Reading(row, row[1:], first, math.sqrt(sum([v * v for v in norm_values])), max(norm_values))
+        return Reading(
+            row, len(values), len(norm_values), first, math.sqrt(sum([v * v for v in norm_values])), max(norm_values)
+        )
     bad = any(not math.isfinite(v) for v in norm_values)
     largest = math.nan if bad else max(norm_values)
-    return Reading(row, row[1:], first, largest if bad else math.hypot(*norm_values), largest)
+    total = largest if bad else math.hypot(*norm_values)
+    return Reading(row, len(values), len(norm_values), first, total, largest)
 
 
 def _take_many(
@@ -113,7 +122,7 @@ def _take_many(
     numbers = iter(values)
     loss = next(numbers) if losses else None
     total, largest = (next(numbers), next(numbers)) if len(grads) else (None, None)
-    return Reading(row, each, loss, total, largest), list(numbers)
+    return Reading(row, len(head) + len(grads), len(grads), loss, total, largest), list(numbers)
 
 
 def _as_number(loss: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ from nan_detector._finite import read
 from nan_detector._gate import Reading, Suspicion, column_names, confirm, measure, take, without_scale
 from nan_detector._hyper import HyperProblem, bad_hyperparameter
 from nan_detector._naming import Names
-from nan_detector._quiet import hidden, quiet
+from nan_detector._quiet import quiet
 from nan_detector._records import GradEvent, StepRow
 from nan_detector._respond import Responder
 from nan_detector._run import Run
@@ -154,9 +154,7 @@ class Judge:
         if not names and not has_loss:
             return
         run = self.run
-        with hidden():
-            width = reading.row.numel()
-        columns = (column_names if stepped is None else stepped.columns)(names, has_loss, width)
+        columns = (column_names if stepped is None else stepped.columns)(names, has_loss, reading.width)
         optimizer = stepped.optimizer() if stepped is not None else None
         rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
         lr = float(rate) if isinstance(rate, (int, float)) else None

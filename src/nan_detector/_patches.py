@@ -77,6 +77,9 @@ def _install() -> None:
     _wrap(torch.amp.GradScaler, "update", _quiet)
     _wrap(torch.amp.GradScaler, "unscale_", _unscale)
     _wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", _next_batch)
+    # Every optimizer step opens one. Its operation takes a slow way through PyTorch when a function mode is there.
+    _wrap(torch.autograd.profiler.record_function, "__enter__", _record_begins)
+    _wrap(torch.autograd.profiler.record_function, "__exit__", _record_ends)
     _wrap_apply()
     _wrap_compiled_calls()
     _wrap_compiled_modules()
@@ -343,7 +346,7 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             break
     for watcher in list(_watchers):
         watcher.after_step(optimizer, current)
-    if current.home:
+    if current.home and not current.in_step_record:
         current.push()
 
 
@@ -358,8 +361,14 @@ def _zero_grad(original: Callable[..., Any], owner: Any, *args: Any, **kwargs: A
     current.recover()
     for watcher in list(_watchers):
         watcher.gradients_dropped(owner, current)
-    with current.off():
+    popped = current.pop()
+    current.paused += 1
+    try:
         return original(owner, *args, **kwargs)
+    finally:
+        current.paused -= 1
+        if popped:
+            current.push()
 
 
 def _next_batch(original: Callable[..., Any], iterator: Any) -> Any:
@@ -376,6 +385,36 @@ def _quiet(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     with current.off():
         return original(*args, **kwargs)
+
+
+def _record_begins(original: Callable[..., Any], record: Any) -> Any:
+    current = session()
+    if current.mode is None:
+        return original(record)
+    popped = current.pop()
+    try:
+        return original(record)
+    finally:
+        if popped and record.name.startswith("Optimizer.step#"):
+            current.in_step_record = True  # the step's hooks would take it off next
+        elif popped:
+            current.push()
+
+
+def _record_ends(original: Callable[..., Any], record: Any, *error: Any) -> Any:
+    current = session()
+    if not current.users:
+        return original(record, *error)
+    ends_step = current.in_step_record and record.name.startswith("Optimizer.step#")
+    popped = current.pop()
+    try:
+        return original(record, *error)
+    finally:
+        if ends_step:
+            current.in_step_record = False
+            current.recover()
+        elif popped:
+            current.push()
 
 
 def _scaler_scale(original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:

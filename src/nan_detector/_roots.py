@@ -14,11 +14,14 @@ import torch
 
 from nan_detector._moment import Habits, Moment
 from nan_detector._patches import see_compiled
-from nan_detector._quiet import hidden
+from nan_detector._quiet import quiet
 from nan_detector._session import Session, session
-from nan_detector._source import here
+from nan_detector._source import Mark, here
 from nan_detector._state import is_replaying
 from nan_detector._tape import Entry, autocast_state
+
+_function_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 #: Containers that are never called themselves.
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
@@ -121,21 +124,11 @@ class Roots:
         current.tape.unbounded = True
         try:
             mark, grad_enabled = here(4), torch.is_grad_enabled()
-            with hidden():
-                entry = Entry(
-                    func=module,
-                    extra=habits.start(module),
-                    args=current.tape.encode(args),
-                    kwargs=current.tape.encode(kwargs) if kwargs else {},
-                    mark=mark,
-                    grad_enabled=grad_enabled,
-                    autocast=autocast_state(),
-                    kind="root",
-                    owner=module,
-                )
-                entry.extra.versions = self._weights(module)
-                if habits.writes_inputs:
-                    self._save_inputs(entry)
+            if _function_modes() or _dispatch_modes():
+                with quiet():
+                    entry = self._entry(current, habits, module, args, kwargs, mark, grad_enabled)
+            else:
+                entry = self._entry(current, habits, module, args, kwargs, mark, grad_enabled)
         except BaseException:
             if popped:
                 current.push()
@@ -144,6 +137,27 @@ class Roots:
             current.tape.unbounded = False
         current.roots.append((module, entry, popped))
         current.paused += 1
+
+    def _entry(
+        self,
+        current: Session,
+        habits: Habits,
+        module: torch.nn.Module,
+        args: Any,
+        kwargs: Any,
+        mark: Mark | None,
+        grad_enabled: bool,
+    ) -> Entry:
+        moment = habits.start(module)
+        tape = current.tape
+        entry = Entry(module, tape.encode(args), tape.encode(kwargs) if kwargs else {}, mark, grad_enabled, kind="root")
+        entry.extra = moment
+        entry.owner = module
+        entry.autocast = autocast_state()
+        moment.versions = self._weights(module)
+        if habits.writes_inputs:
+            self._save_inputs(entry)
+        return entry
 
     def leave(self, module: torch.nn.Module, output: Any) -> None:
         """A watched module has returned, or raised."""
@@ -159,7 +173,10 @@ class Roots:
         current.paused -= 1
         if owner is not module:  # an inner call that raised before its hook ran: not ours to account for
             current.roots.clear()
-        with hidden():
+        if _function_modes() or _dispatch_modes():
+            with quiet():
+                self.contain(self._leave, current, entry, output)
+        else:
             self.contain(self._leave, current, entry, output)
         if popped or current.home:
             current.push()

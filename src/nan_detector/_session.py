@@ -29,8 +29,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _compiling = torch.compiler.is_compiling
+_function_modes = torch._C._len_torch_function_stack
+_any_autocast = torch._C._is_any_autocast_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
+
+_ATTRIBUTES = ("data", "grad")
 
 #: Looks at bad values that are remembered between two gates.
 MAX_LOOKS = 16
@@ -73,6 +78,8 @@ class Session:
         self.paused = 0  # > 0: calls are not recorded although the mode may be on the stack
         self.busy = 0  # > 0: inside one of our handlers; the stack must not be touched
         self.mode: TapeMode | None = None
+        self._spare: TapeMode | None = None  # the mode while it is off the stack: to be put back, not made anew
+        self.in_step_record = False  # in the profiler's record around an optimizer's step
         self.home = False  # the thread that attached: the mode stays on between steps
         self.roots: list[Any] = []  # watched modules that are running, outermost first
         self.evaluating = 0  # > 0: in a closure, so that the step around it goes on
@@ -94,8 +101,11 @@ class Session:
     def push(self) -> None:
         """Put the mode on the stack, if it is not there and this is a place where that is allowed."""
         if self.mode is None and not self.busy and self.users and not self.broken and not _compiling():
-            self.mode = TapeMode(self)
-            self.mode.__enter__()  # type: ignore[no-untyped-call]  # as torch ships it
+            mode = self._spare or TapeMode(self)
+            self._spare = None
+            mode.session = self
+            self.mode = mode
+            torch._C._push_on_torch_function_stack(mode)
 
     def pop(self) -> bool:
         """Take the mode off the stack if it is on top. True when it was."""
@@ -105,9 +115,10 @@ class Session:
         depth = torch._C._len_torch_function_stack()
         if depth == 0 or torch._C._get_function_stack_at(depth - 1) is not mode:
             return False
-        mode.__exit__(None, None, None)
+        torch._C._pop_torch_function_stack()
         mode.session = None
         self.mode = None
+        self._spare = mode
         return True
 
     @contextmanager
@@ -158,7 +169,7 @@ class Session:
         if self.stepping and not self.busy and not self.evaluating:
             self.paused = max(0, self.paused - len(self.stepping))
             self.stepping.clear()
-        if self.home and not self.paused and not self.roots:
+        if self.mode is None and self.home and not self.paused and not self.roots:
             self.push()
 
     def close(self) -> None:
@@ -240,7 +251,10 @@ class Session:
                     entry.scalar = out
                     self._looked(args, out, entry.mark)
             if kind is not CallKind.BACKWARD:
-                with hidden():
+                if _function_modes() or _dispatch_modes():
+                    with quiet():
+                        self.tape.add(entry, out)
+                else:
                     self.tape.add(entry, out)
         except Exception as bug:
             self.failed(bug)
@@ -250,7 +264,7 @@ class Session:
         """On the tape before it runs: an optimizer that steps inside (in a hook) is judged with it."""
         with hidden():
             roots = [t for t in _roots_of_backward(args, kwargs) if t.numel() == 1]
-            entry.losses = tuple(t.detach() for t in roots)
+            entry.losses = tuple([t.detach() for t in roots])
             self._before_scaling(entry, roots)
         self.tape.add(entry, None)
 
@@ -282,7 +296,7 @@ class Session:
     def _entry(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mark: Mark | None, kind: CallKind
     ) -> Entry:
-        if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        if _function_modes() or _dispatch_modes():
             grad_enabled = torch.is_grad_enabled()
             with quiet():
                 entry = self._new_entry(func, args, kwargs, mark, kind)
@@ -297,17 +311,13 @@ class Session:
         if kind is CallKind.IN_PLACE:
             self._save_target(args, kwargs)
         begun = tape.begun
-        entry = Entry(
-            func=func,
-            args=tape.encode(args),
-            kwargs=tape.encode(kwargs) if kwargs else kwargs,
-            mark=mark,
-            grad_enabled=torch.is_grad_enabled(),
-            autocast=autocast_state(),
-        )
-        if begun is False and getattr(getattr(func, "__self__", None), "__name__", "") in ("data", "grad"):
+        entry = Entry(func, tape.encode(args), tape.encode(kwargs) if kwargs else kwargs, mark, torch.is_grad_enabled())
+        if _any_autocast():
+            entry.autocast = autocast_state()
+        if begun is False and tape.begun and getattr(getattr(func, "__self__", None), "__name__", "") in _ATTRIBUTES:
             tape.begun = False  # reading an attribute uses no weight
-        entry.writes = kind in (CallKind.IN_PLACE, CallKind.STATE) or "out" in kwargs
+        if kind is CallKind.IN_PLACE or kind is CallKind.STATE or "out" in kwargs:
+            entry.writes = True
         if mark is not None:
             entry.owner = enclosing_module(mark, 3)
         if kind is CallKind.BACKWARD:
@@ -348,7 +358,7 @@ class Session:
     def _before_scaling(self, entry: Entry, roots: list[Tensor]) -> None:
         """Of a backward from what a GradScaler scaled: the losses themselves, which alone are the training's."""
         makers = [self.tape.made_by(t) for t in roots]
-        if not any(m is not None and m.kind == "scale" for m in makers):
+        if "scale" not in [m.kind for m in makers if m is not None]:
             return
         before = []
         for t, maker in zip(roots, makers, strict=True):
@@ -477,6 +487,8 @@ def _holds_tensor(out: Any) -> bool:
 
 
 def _roots_of_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Tensor]:
+    if args and isinstance(args[0], Tensor):
+        return (args[0],)
     if args:
         return tensors_in(args[0])
     return tensors_in(kwargs.get("self", kwargs.get("tensors")))

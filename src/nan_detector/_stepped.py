@@ -37,11 +37,10 @@ class Stepped:
 
     def gradients(self) -> tuple[list[str], list[Tensor]]:
         """Names and gradients of the parameters that have one."""
-        grads = [p.grad for p in self.parameters]
-        if None not in {type(g) if g is not None else None for g in grads}:
-            return self.names, grads  # type: ignore[return-value]  # the set above has told that none is None
-        pairs = [(n, g) for n, g in zip(self.names, grads, strict=True) if g is not None]
-        return [n for n, _ in pairs], [g for _, g in pairs]
+        grads = [g for p in self.parameters if (g := p.grad) is not None]
+        if len(grads) == len(self.names):
+            return self.names, grads
+        return [n for n, p in zip(self.names, self.parameters, strict=True) if p.grad is not None], grads
 
     def columns(self, names: list[str], has_loss: bool, width: int) -> tuple[str, ...]:
         """Names of a row's entries; the same object as long as nothing changes."""

@@ -14,7 +14,6 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -119,30 +118,52 @@ class Made:
         self.position = position
 
 
-@dataclass(slots=True, eq=False)
 class Entry:
-    """One recorded call."""
+    """One recorded call.
 
-    func: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    mark: Mark | None
-    grad_enabled: bool
+    Most are plain calls: what they have in common stands in the class, and an instance holds only what is its own
+    (making one with every field costs as much as the rest of the recording).
+    """
+
+    kind = "call"  # "call" | "root" | "backward" | "zero_grad" | "scale"
     autocast: tuple[Any, ...] | None = None
     rng: Any = None
     generators: tuple[tuple[Any, Any], ...] = ()
-    number: int = 0
-    kind: str = "call"  # "call" | "root" | "backward" | "zero_grad" | "scale"
-    made: list[weakref.ref[Tensor]] = field(default_factory=list)
+    number = 0
     extra: Any = None  # of a root call: its Moment
-    judged: bool = False
+    judged = False
     losses: tuple[Tensor, ...] = ()  # of a backward: detached aliases of the roots it started from
     unscaled: tuple[Tensor, ...] = ()  # of a backward, and of a GradScaler's `scale`: the same before the loss scale
     owner: Any = None
     scalar: float | None = None  # a non-finite Python number the call gave
-    age: int = 0  # gates passed since
-    writes: bool = False  # it writes into a tensor that it did not make
-    raised: bool = False  # it ended in an exception
+    age = 0  # gates passed since
+    writes = False  # it writes into a tensor that it did not make
+    raised = False  # it ended in an exception
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        mark: Mark | None,
+        grad_enabled: bool,
+        autocast: tuple[Any, ...] | None = None,
+        *,
+        kind: str | None = None,
+        writes: bool = False,
+    ) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.mark = mark
+        self.grad_enabled = grad_enabled
+        self.made: list[weakref.ref[Tensor]] = []
+        if autocast is not None:
+            self.autocast = autocast
+        if kind is not None:
+            self.kind = kind
+        if writes:
+            self.writes = True
 
 
 AUTOCAST_KEYS = ("cpu", "cuda")
@@ -220,15 +241,20 @@ class Tape:
 
     def encode(self, value: Any) -> Any:
         """`value` with every tensor in lists, tuples, dicts and dataclasses replaced by its token."""
-        if isinstance(value, Tensor):
-            return self.token(value)
         kind = type(value)
-        if kind is tuple or kind is list:
-            return kind([self.encode(v) for v in value])
-        if kind is dict:
-            return {k: self.encode(v) for k, v in value.items()}
         if kind in _ATOMS:
             return value
+        if kind is tuple or kind is list:
+            if _all_atoms(map(type, value)):
+                return value if kind is tuple else value[:]
+            # Flat, as nearly all arguments are: a call for each of them would cost more than the rest.
+            return kind([v if type(v) in _ATOMS else self.encode(v) for v in value])
+        if isinstance(value, Tensor):
+            return self.token(value)
+        if kind is dict:
+            if _all_atoms(map(type, value.values())):
+                return value.copy()
+            return {k: v if type(v) in _ATOMS else self.encode(v) for k, v in value.items()}
         return self._encode_other(value)
 
     def _encode_other(self, value: Any) -> Any:
@@ -244,12 +270,15 @@ class Tape:
         """Append `entry`, whose call gave `output`."""
         entry.number = next(self._numbers)
         self.entries.append(entry)
-        for position, t in enumerate(tensors_in(output)):
-            ref = weakref.ref(t)
-            entry.made.append(ref)
-            earlier = self._made.get(id(t))  # of a write in place
-            in_graph = entry.grad_enabled or (earlier is not None and earlier[0]() is t and earlier[3])
-            self._made[id(t)] = (ref, entry, position, in_graph)
+        if output is not None:
+            for position, t in enumerate((output,) if isinstance(output, Tensor) else tensors_in(output)):
+                ref = weakref.ref(t)
+                entry.made.append(ref)
+                in_graph = entry.grad_enabled
+                if not in_graph:
+                    earlier = self._made.get(id(t))  # of a write in place
+                    in_graph = earlier is not None and earlier[0]() is t and earlier[3]
+                self._made[id(t)] = (ref, entry, position, in_graph)
         if entry.kind != "call":
             self.begun = True
         if entry.kind == "backward":
@@ -267,19 +296,19 @@ class Tape:
 
         `spare` are entries that another detector has yet to judge.
         """
-        for e in self.entries:
-            e.judged = e.judged or e not in spare
-            e.age += 1
-        self.backwards = 0
         self.begun = False
         self.dropped.clear()
         if self.entries:
             self.boundary = self.entries[-1].number + 1
-        if spare:
-            self.boundary = min(e.number for e in spare)
-        elif not keep_alive:
+        if not spare and not keep_alive:
             self.forget()
             return
+        self.backwards = 0
+        for e in self.entries:
+            e.judged = e.judged or e not in spare
+            e.age += 1
+        if spare:
+            self.boundary = min(e.number for e in spare)
         wanted = self.needed(self._alive()) | spare
         self._restrict([e for e in self.entries if e in wanted])
 
@@ -446,6 +475,7 @@ class Packed:
 _ATOMS = frozenset(
     {int, float, bool, str, type(None), slice, torch.dtype, torch.device, torch.Size, complex, type(Ellipsis), bytes}
 )
+_all_atoms = _ATOMS.issuperset
 
 
 def items_of(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -215,6 +215,12 @@ def test_slices_are_about_equal():
     assert sorted(read)[4] > 0.5 * total / 32
 
 
+def test_little_work_is_spread_over_the_period():
+    scrub = Scrub([(f"w{i}", torch.ones(300, 200)) for i in range(4)], period=32)
+    busy = [i for i in range(32) if scrub.next_slice().numel()]
+    assert busy == list(range(0, 32, 4))  # two halves of each
+
+
 def test_one_row_is_cut_too():
     read = elements_of(Scrub([("row", torch.ones(1, 1_000_000))], period=10), {}, 10)
     assert sum(read) == 1_000_000
@@ -381,8 +387,10 @@ def test_a_small_one_may_change_its_shape():
     scrub = Scrub(lambda: slots, period=1)
     assert scrub.next_slice().tolist() == [5.0, 5.0, 5.0]
     holder["b"] = torch.ones(7)
+    plan = scrub._shares
     assert scrub.next_slice().tolist() == [5.0, 7.0, 5.0]  # at once, one by one
     assert sorted(scrub.next_slice().tolist()) == [5.0, 5.0, 7.0]
+    assert scrub._shares is not plan  # and from then on at full speed again
 
 
 def test_new_modules_are_found():
@@ -442,6 +450,15 @@ def test_a_mask_of_minus_infinity_is_meant(n: int):
     assert set(trips(scrub, 8)) == {"mask"}
     model.late = torch.full((n, n), -INF)
     model.mask[0, 0] = 0
+    assert trips(scrub, 24) == {}
+
+
+def test_a_mask_may_begin_with_what_is_finite():
+    """It is looked at in parts, of which the first have nothing to show."""
+    model = Masked(3)
+    model.mask = torch.zeros(700, 700)
+    model.mask[500:] = -INF
+    scrub = Scrub(StateSlots({"": model}), period=8)
     assert trips(scrub, 24) == {}
 
 

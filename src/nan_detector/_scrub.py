@@ -1,8 +1,9 @@
 """The rolling scrub: a slice of all parameters, buffers and optimizer state in each step, all of it in 32 steps.
 
 Gradients and the loss are judged before every step; what an optimizer's own arithmetic, a checkpoint or a stray write
-does to the state is found here. On one CPU thread a slice costs about 5 µs for an MLP of 85 thousand parameters under
-Adam and 35 to 60 µs for 3.4 million, where it is the reading of 320 thousand elements.
+does to the state is found here. Under Adam, on one thread of a busy machine: 4 µs a slice on average for an MLP of 85
+thousand parameters in 6 tensors, 65 to 110 µs for a transformer of 3.2 million, 0.4 ms for 3.4 million in 804 tensors
+between its steps of 80 ms. What is left is the reading of the memory.
 """
 
 from __future__ import annotations

@@ -34,6 +34,8 @@ DEFAULTS: dict[str, Any] = {
     "replay_budget_s": 60.0,
     "on_event": None,
     "on_warning": None,
+    "hazards_every": None,
+    "also_watch": None,
 }
 
 
@@ -90,6 +92,14 @@ def test_a_folder_may_be_a_string_or_a_path(log_dir: object):
 
 def test_a_list_of_module_classes_becomes_a_tuple():
     assert config(skip_types=[torch.nn.Dropout, torch.nn.ReLU]).skip_types == (torch.nn.Dropout, torch.nn.ReLU)
+
+
+def test_further_modules_have_keys():
+    first, second = torch.nn.Linear(1, 1), torch.nn.ReLU()
+    assert config(also_watch=first).also_watch == {"also_watch": first}
+    assert config(also_watch=[first, second]).also_watch == {"also_watch[0]": first, "also_watch[1]": second}
+    assert config(also_watch={"ema": first}).also_watch == {"ema": first}
+    assert config().also_watch == {}
 
 
 @pytest.mark.parametrize("name", ["grad_norm_warn", "replay_budget_s"])
@@ -155,6 +165,16 @@ def test_the_record_is_frozen():
         ),
         ({"on_event": "print"}, "on_event='print' must be a callable that takes the record, or None."),
         ({"on_warning": 1}, "on_warning=1 must be a callable that takes the record, or None."),
+        ({"hazards_every": 0}, "hazards_every=0 must be a whole number of at least 1 (steps), or None for never."),
+        ({"hazards_every": True}, "hazards_every=True must be a whole number of at least 1 (steps), or None for never."),
+        (
+            {"also_watch": "ema"},
+            "also_watch='ema' must be a torch.nn.Module, or a list or dict of them, or None.",
+        ),
+        (
+            {"also_watch": [None]},
+            "also_watch=[None] must be a torch.nn.Module, or a list or dict of them, or None.",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

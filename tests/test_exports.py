@@ -17,6 +17,7 @@ SOURCE = Path(nan_detector.__file__).parent
 PROMISED = {
     "Cause",
     "GradEvent",
+    "Hazard",
     "Location",
     "NaNDetector",
     "NaNEvent",
@@ -25,6 +26,7 @@ PROMISED = {
     "OptionError",
     "RunRecord",
     "Site",
+    "StateProblem",
     "StepRow",
     "TensorStats",
     "Trial",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,6 +60,21 @@ def new_event(step: int, suspicion: Suspicion, *, phase: Phase, micro_step: int 
 
 #: What a replay changes for the process (the stance of compiled code, `Module.__call__`) is put back in order.
 _one_at_a_time = threading.RLock()
+
+
+@contextlib.contextmanager
+def one_at_a_time(budget_s: float) -> Iterator[None]:
+    """Wait for the replays of other threads.
+
+    Raises:
+        ReplayRefused: They took longer than `budget_s` seconds.
+    """
+    if not _one_at_a_time.acquire(timeout=min(budget_s, threading.TIMEOUT_MAX)):
+        raise ReplayRefused("another thread was replaying all the time (replay_budget_s)")
+    try:
+        yield
+    finally:
+        _one_at_a_time.release()
 
 
 def relevant_entries(tape: Tape) -> list[Entry]:

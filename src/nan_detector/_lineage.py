@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,6 +164,11 @@ class Lineage:
             del self._lines[key]
             for table in (self._alive, self._where, self._unit):
                 table.pop(key, None)
+
+    def held(self) -> Iterator[tuple[Line, Any]]:
+        """Births and the memory that holds descendants of them."""
+        for key, line in self._lines.items():
+            yield line, self._alive.get(key)
 
     def union(self, tensors: Iterable[Tensor]) -> Line:
         """All births that any of `tensors` descends from."""

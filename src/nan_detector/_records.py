@@ -303,6 +303,55 @@ class WarningRecord(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class Hazard(Record):
+    """An operation of a healthy step that is near an edge: what `hazards()` gives, nearest first.
+
+    `kind` is a short stable word. `distance` is in decades, as the operation's own scale counts them: 0.0 is the edge
+    itself, 0.3 a factor of two from it. `value` is the nearest value and `count` the number of elements about as near.
+    """
+
+    kind: str
+    distance: float
+    op: str
+    step: int
+    phase: Phase
+    message: str
+    call: str | None = None
+    layer_name: str | None = None
+    module_type: str | None = None
+    location: Location | None = _nested(Location, None)
+    value: float | None = _float(None)
+    count: int = 0
+    forecast_step: int | None = None
+
+    def __str__(self) -> str:
+        where = f"{self.location.file}:{self.location.line}" if self.location is not None else "no line is known"
+        layer = f"{self.layer_name} " if self.layer_name is not None else ""
+        return f"{self.distance:.2f}  {self.kind}  {layer}{self.call or self.op}  {where}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class StateProblem(Record):
+    """State that is not finite: what `check_state()` gives.
+
+    `kind` is "parameter", "buffer" or "optimizer"; `value` describes a tensor, `number` a hyperparameter.
+    """
+
+    kind: str
+    tensor_name: str
+    layer_name: str | None = None
+    value: TensorStats | None = _nested(TensorStats, None)
+    number: float | None = _float(None)
+
+    def __str__(self) -> str:
+        if self.value is None:
+            return f"{self.tensor_name} is {self.number}"
+        counts = {"NaN": self.value.nan_count, "+inf": self.value.posinf_count, "-inf": self.value.neginf_count}
+        said = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
+        return f"{self.tensor_name} is not finite: {said} of {self.value.numel} values"
+
+
+@dataclass(frozen=True, slots=True)
 class StepRow(Record):
     """One row of the flight recorder."""
 

@@ -106,6 +106,7 @@ class OpTracer(TorchDispatchMode):
         self.on_leaf: Callable[[Tensor], None] | None = None  # told of each leaf that gradients could flow into
         self.protected: Callable[[int], bool] = lambda key: False
         self.on_birth: Callable[[Gen], None] | None = None
+        self.observer: Callable[..., None] | None = None  # shown each operation that gave finite values
         self.last_scalar: Line = EMPTY
         self.on_scalar: Callable[[Line], None] | None = None
         self.leaves: dict[int, weakref.ref[Tensor]] = {}  # leaves that require grad, of a live trace
@@ -176,6 +177,8 @@ class OpTracer(TorchDispatchMode):
         bad = [o for o in outs if not _finite_fast(o)]
         if not bad:
             self._finite_result(info, record, ins, outs, bad_before)
+            if self.observer is not None:
+                self.observer(info, record, args, kwargs, ins, before if info.mutates else ins, outs)
             return out
         record.numel = bad[0].numel()
         self._bad_result(func, info, record, ins, bad, args, kwargs, before, bad_before)

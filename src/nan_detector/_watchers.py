@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +16,8 @@ from nan_detector._layers import Layers, suspicious_layers
 from nan_detector._lineage import Gen
 from nan_detector._live import Live
 from nan_detector._origin import birth_of, silent_births
-from nan_detector._session import Session
+from nan_detector._session import Session, session
+from nan_detector._stored import Stored, candidates, stored
 from nan_detector._trace import BirthKind, Trace
 from nan_detector._tracer import OpTracer
 
@@ -21,6 +25,9 @@ if TYPE_CHECKING:
     from nan_detector._run import Run
 
 Tensor = torch.Tensor
+
+#: Times that the births of one line are looked for in the modules that are alive.
+MAX_SEARCHES = 3
 
 
 class StepWatch:
@@ -48,6 +55,14 @@ class StepWatch:
 
     def next_step(self) -> None:
         """The gate is done with this step."""
+
+    def last_look(self) -> None:
+        """The watch ends, and no gate follows."""
+
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Nothing in here is looked at."""
+        yield
 
 
 class LayerWatch(StepWatch):
@@ -85,15 +100,28 @@ class OpWatch(StepWatch):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
+        self._steps: dict[Gen, int] = {}  # the step that each birth belongs to
+        self._searches: dict[Any, int] = {}
         self.live = Live(run.names, self._tracer)
         self._reported: set[Any] = set()
 
     def _tracer(self) -> OpTracer:
-        return OpTracer(outside=self._name)
+        tracer = OpTracer(outside=self._name)
+        tracer.on_birth = self._note_step
+        return tracer
+
+    def _note_step(self, gen: Gen) -> None:
+        """Until the next step begins, what happens belongs to the step that the last gate judged."""
+        run, current = self.run, session()
+        step = run.step
+        if run.told_step is None and not current.roots and not current.stepping:
+            tape = current.tape
+            begun = any(e.kind == "root" and e.number >= tape.boundary for e in tape.entries)
+            step = step if begun else max(0, step - 1)
+        self._steps[gen] = step
 
     def _name(self, t: Tensor) -> tuple[BirthKind, str] | None:
         from nan_detector._lineage import key_of
-        from nan_detector._session import session
 
         known = self.run.names.of_memory(key_of(t))
         if known is not None:
@@ -115,15 +143,51 @@ class OpWatch(StepWatch):
     def healthy(self, current: Session, columns: list[str], extremes: list[float]) -> None:
         found = [g for g in silent_births(self.live.tracer) if self._key(g) not in self._reported]
         self._reported.update(self._key(g) for g in found)
-        if found:
+        stored = self._stored()
+        if found or stored:
             self.live.pause()
+        if stored:
+            report_stored(self.run, stored[0], self._steps.get(stored[0].gen, self.run.step))
+        if found:
             report_silent(self.run, tuple(birth_of(g) for g in found))
+
+    def last_look(self) -> None:
+        stored = self._stored()
+        if stored:
+            self.live.pause()
+            report_stored(self.run, stored[0], self._steps.get(stored[0].gen, self.run.step))
+
+    def _stored(self) -> list[Stored]:
+        """What an operation of this step made, and left in a parameter or buffer that no step uses."""
+        new = []
+        for gen in candidates(self.live.tracer):
+            key = self._key(gen)
+            # A mask of bad values that a training makes in every step is not looked for again and again.
+            if key not in self._reported and self._searches.get(key, 0) < MAX_SEARCHES:
+                self._searches[key] = self._searches.get(key, 0) + 1
+                new.append(gen)
+        if not new:
+            return []
+        trained = {id(p) for _, p in self.run.names.parameters()}
+        found = [s for s in stored(self.live.tracer, new) if id(getattr(s.module, s.name, None)) not in trained]
+        self._reported.update(self._key(s.gen) for s in found)
+        return found
 
     @staticmethod
     def _key(gen: Gen) -> Any:
         return gen.record.mark
 
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        paused = self.live.tracer.paused
+        self.live.pause()
+        try:
+            yield
+        finally:
+            self.live.tracer.paused = paused
+
     def next_step(self) -> None:
+        self._steps.clear()
         self.live.next_step()
         self.live.resume()
 
@@ -133,5 +197,30 @@ def report_silent(run: Run, births: tuple[Any, ...]) -> None:
     birth = births[0]
     cause, _ = diagnose(Trace(birth=birth))
     event = silent_event(run.step, birth, cause)
+    run.book.provisional(event)
+    run.book.final(event)
+
+
+def report_stored(run: Run, found: Stored, step: int) -> None:
+    """An event for an overflow outside of the model whose result stays in a module that no step uses."""
+    birth = birth_of(found.gen)
+    cause, _ = diagnose(Trace(birth=birth))
+    further = {id(m): key for key, m in run.config.also_watch.items()}
+    key = further.get(id(found.root))
+    watched = run.names.is_watched(found.module)
+    if watched:
+        path = run.names.of_module(found.module)[0]
+        name = found.name if path in (None, "root") else f"{path}.{found.name}"
+    else:
+        name = found.path if key is None else f"{key}.{found.path}"
+    holder = "" if watched or key is not None else f" of a {type(found.root).__name__} that is not watched"
+    event = replace(
+        silent_event(step, birth, cause),
+        phase="state",
+        tensor_name=name,
+        layer_name=(name.rpartition(".")[0] or "root") if watched or key is not None else birth.layer_name,
+        module_type=type(found.module).__name__,
+        symptom=f"{name}{holder} is not finite, and no step uses it",
+    )
     run.book.provisional(event)
     run.book.final(event)

@@ -227,6 +227,16 @@ def test_one_row_is_cut_too():
     assert max(read) < 130_000
 
 
+def test_parts_tell_slices_apart():
+    scrub = Scrub([("big", torch.ones(3000, 300)), ("small", torch.ones(3))], period=8)
+    sweeps = []
+    for _ in range(2):
+        sweeps.append([scrub.parts_of_last_slice() for _ in range(8) if scrub.next_slice().numel()])
+    assert sweeps[0] == sweeps[1]
+    assert len(set(sweeps[0])) == len(sweeps[0]) > 6
+    assert {name for parts in sweeps[0] for name, _ in parts} == {"big", "small"}
+
+
 def test_a_limit_makes_the_sweep_longer():
     t = torch.ones(1000, 1000)
     scrub = Scrub([("t", t)], period=4, max_elements=50_000)

@@ -111,6 +111,11 @@ class Scrub:
         # The list is emptied when an optimizer dies between two calls.
         return tuple(slots[i].name for u in self._last.units for i in u.slots if i < len(slots))
 
+    def parts_of_last_slice(self) -> tuple[tuple[str, int], ...]:
+        """What the last slice looked at, to tell it from others: names, and where in a large tensor it began."""
+        slots = self._slots
+        return tuple((slots[i].name, u.start) for u in self._last.units for i in u.slots if i < len(slots))
+
     def bad_in_last_slice(self) -> tuple[str, ...]:
         """Names of the last slice's tensors that hold a NaN or Inf: exact, over the whole tensor, with host reads.
 

@@ -88,7 +88,7 @@ class Further:
             time=time.time(),
         )
         self.run.book.provisional(event)
-        self.run.book.final(replace(event, status="final", verdict="state"))
+        self.run.book.final(replace(event, status="final"))
 
     def _problem(self, name: str) -> StateProblem | None:
         with quiet():

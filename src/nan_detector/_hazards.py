@@ -23,7 +23,7 @@ from nan_detector._run import Run
 from nan_detector._run_step import Call, WholeStep
 from nan_detector._session import Session
 from nan_detector._state import logger, strict
-from nan_detector._tape import Entry, Outside, Tape
+from nan_detector._tape import Entry, Outside, Tape, tokens_in
 from nan_detector._trace import Birth
 from nan_detector._watchers import StepWatch
 
@@ -47,11 +47,10 @@ _TO_ZERO = frozenset(("log_zero", "sqrt_zero", "small_denominator", "domain_edge
 class LastStep:
     """What the tape held of a step when its gate had judged it."""
 
-    __slots__ = ("boundary", "call", "entries", "outside", "step")
+    __slots__ = ("boundary", "call", "entries", "step")
 
     def __init__(self, tape: Tape, call: Call | None, step: int) -> None:
-        self.entries = tape.entries.copy()
-        self.outside = tape.outside.copy()
+        self.entries = tape.entries[:]
         self.boundary = tape.boundary
         self.call = call
         self.step = step
@@ -61,7 +60,9 @@ class LastStep:
         tape = Tape()
         tape.entries = self.entries
         wanted = tape.needed([e for e in self.entries if e.number >= self.boundary])
-        return [e for e in self.entries if e in wanted], list(self.outside.values())
+        entries = [e for e in self.entries if e in wanted]
+        tokens = (t for e in entries for t in tokens_in((e.args, e.kwargs)) if isinstance(t, Outside))
+        return entries, list({id(t): t for t in tokens}.values())
 
 
 class Hazards:

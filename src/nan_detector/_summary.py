@@ -98,6 +98,8 @@ def title(event: NaNEvent) -> str:
     """What was born or found, at which step, in which phase."""
     step = f"at step {event.step}" + (f", micro-step {event.micro_step}" if event.micro_step else "")
     rank = f", on rank {event.rank}" if event.rank else ""
+    if event.phase == "state" and event.severity == "silent":
+        return f"{_kind(event)} {_verb(event)} {step}{rank}, in state that no step uses"
     phase = _PHASES.get(event.phase, clean(event.phase))
     return f"{_kind(event)} {_verb(event)} {step}{rank}, {phase}{_SEVERITIES.get(event.severity, '')}"
 

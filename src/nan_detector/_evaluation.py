@@ -41,6 +41,11 @@ class Evaluation:
         self.names = names
         self._seen: dict[tuple[int, torch.device], Seen] = {}
 
+    @property
+    def waiting(self) -> bool:
+        """True when something was seen that no gate has read."""
+        return bool(self._seen)
+
     def note(self, module: torch.nn.Module, output: Any, step: int) -> None:
         """`module` has given `output`."""
         with quiet():

@@ -82,13 +82,18 @@ def measure(
     grads: Sequence[Tensor], losses: Sequence[Tensor], extra: Tensor | None = None
 ) -> tuple[Reading, list[float]]:
     """`take`, for a caller that is `quiet` already: entering it once more costs as much as a kernel."""
-    few = extra is None and len(losses) == 1 and 0 < len(grads) <= FEW
-    if few and losses[0].dim() == 0 and not losses[0].is_complex():
-        try:
-            return _take_few(grads, losses[0]), []
-        except RuntimeError:  # a mixture of layouts, dtypes or devices
-            pass
-    return _take_many(norms(grads), grads, losses, extra)
+    reading = glance(grads, losses[0]) if extra is None and len(losses) == 1 else None
+    return (reading, []) if reading is not None else _take_many(norms(grads), grads, losses, extra)
+
+
+def glance(grads: Sequence[Tensor], loss: Tensor) -> Reading | None:
+    """The reading of few ordinary gradients and one loss; None for anything else. For a caller that is `quiet`."""
+    if not 0 < len(grads) <= FEW or loss.dim() or loss.is_complex():
+        return None
+    try:
+        return _take_few(grads, loss)
+    except RuntimeError:  # a mixture of layouts, dtypes or devices
+        return None
 
 
 def _take_few(grads: Sequence[Tensor], loss: Tensor) -> Reading:

@@ -84,26 +84,20 @@ def eps_underflow(optimizer: Optimizer) -> list[HyperProblem]:
 
 
 def _looks_sound(group: dict[str, Any]) -> bool:
-    # This runs before every step, so it is written out: it knows the plain numbers of nearly every optimizer, and no
-    # tensor is touched. False only means "look closer": a tuple, a tensor, a numpy scalar.
+    # This runs before every step: a sum is finite only if all in it are (or cancel to NaN), and one comparison tells.
+    # False only means "look closer": a tuple of another length, a tensor, a numpy scalar.
     get = group.get
-    lr, decay, momentum, eps = get("lr", 0.0), get("weight_decay", 0.0), get("momentum", 0.0), get("eps", 0.0)
-    betas = get("betas", ())
-    if type(betas) is not tuple:
+    lr, eps, betas = get("lr", 0.0), get("eps", 0.0), get("betas")
+    if type(lr) not in _REAL or type(eps) not in _REAL:
         return False
-    for beta in betas:
-        if not (isinstance(beta, _REAL) and -_INF < beta < _INF):
-            return False
-    return (
-        isinstance(lr, _REAL)
-        and isinstance(decay, _REAL)
-        and isinstance(momentum, _REAL)
-        and isinstance(eps, _REAL)
-        and 0.0 <= lr < _INF
-        and -_INF < decay < _INF
-        and -_INF < momentum < _INF
-        and -_INF < eps < _INF
-    )
+    try:
+        total = lr + eps + get("weight_decay", 0.0) + get("momentum", 0.0)
+        if betas is not None:
+            first, second = betas
+            total = total + first + second
+    except (TypeError, ValueError, ArithmeticError):
+        return False
+    return type(total) in _REAL and 0.0 <= lr and -_INF < total < _INF
 
 
 def _examined(index: int, name: str, value: object) -> HyperProblem | None:
@@ -166,7 +160,7 @@ def _number(value: Any) -> float | complex | None:
         number = complex(value)
     except OverflowError:  # an int beyond every float, which the step could not use either
         return _INF if value > 0 else -_INF
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, ArithmeticError):
         return None
     is_complex = isinstance(value, complex) or getattr(getattr(value, "dtype", None), "kind", "") == "c"
     return number if is_complex else number.real

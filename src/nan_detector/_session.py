@@ -21,7 +21,7 @@ from nan_detector import _finite
 from nan_detector._calls import CallKind, kind_of, public_name
 from nan_detector._lineage import key_of
 from nan_detector._quiet import hidden, quiet
-from nan_detector._source import Mark, enclosing_module, here
+from nan_detector._source import Mark, here, here_and_module
 from nan_detector._state import BUG, is_replaying, logger, strict
 from nan_detector._tape import Entry, Made, Outside, Tape, Tensor, autocast_state, tensors_in, tokens_in
 
@@ -39,6 +39,10 @@ _ATTRIBUTES = ("data", "grad")
 
 #: Looks at bad values that are remembered between two gates.
 MAX_LOOKS = 16
+
+
+#: Where a call stands: the user's line, and the module in whose method it is.
+Place = tuple[Mark | None, object | None]
 
 
 class Look(NamedTuple):
@@ -216,7 +220,8 @@ class Session:
                 return func(*args, **kwargs)  # nothing of this step has used them: it begins with what is written now
         if kind is not CallKind.PLAIN:
             try:
-                entry = self._entry(func, args, kwargs, here(3), kind)
+                place = (here(3), None) if kind is CallKind.BACKWARD else here_and_module(3)
+                entry = self._entry(func, args, kwargs, place, kind)
                 if kind is CallKind.BACKWARD:
                     self._begin_backward(entry, args, kwargs)
             except Exception as bug:
@@ -228,7 +233,7 @@ class Session:
         except Exception:
             # The call that failed because of the bad value is the end of the story: keep it for the replay.
             try:
-                failed = entry or self._entry(func, args, kwargs, here(3), kind)
+                failed = entry or self._entry(func, args, kwargs, here_and_module(3), kind)
                 failed.raised = True
                 if kind is not CallKind.BACKWARD:
                     self.tape.add(failed, None)
@@ -246,7 +251,7 @@ class Session:
                     if isinstance(out, bool):
                         self._answered(args, out)
                     return out
-                entry = self._entry(func, args, kwargs, here(3), kind)
+                entry = self._entry(func, args, kwargs, here_and_module(3), kind)
                 if isinstance(out, float):
                     entry.scalar = out
                     self._looked(args, out, entry.mark)
@@ -294,32 +299,34 @@ class Session:
         logger.error(BUG, exc_info=bug)
 
     def _entry(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mark: Mark | None, kind: CallKind
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place, kind: CallKind
     ) -> Entry:
         if _function_modes() or _dispatch_modes():
             grad_enabled = torch.is_grad_enabled()
             with quiet():
-                entry = self._new_entry(func, args, kwargs, mark, kind)
+                entry = self._new_entry(func, args, kwargs, place, kind)
             entry.grad_enabled = grad_enabled
             return entry
-        return self._new_entry(func, args, kwargs, mark, kind)
+        return self._new_entry(func, args, kwargs, place, kind)
 
     def _new_entry(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mark: Mark | None, kind: CallKind
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place, kind: CallKind
     ) -> Entry:
         tape = self.tape
         if kind is CallKind.IN_PLACE:
             self._save_target(args, kwargs)
         begun = tape.begun
-        entry = Entry(func, tape.encode(args), tape.encode(kwargs) if kwargs else kwargs, mark, torch.is_grad_enabled())
+        entry = Entry(
+            func, tape.encode(args), tape.encode(kwargs) if kwargs else kwargs, place[0], torch.is_grad_enabled()
+        )
         if _any_autocast():
             entry.autocast = autocast_state()
         if begun is False and tape.begun and getattr(getattr(func, "__self__", None), "__name__", "") in _ATTRIBUTES:
             tape.begun = False  # reading an attribute uses no weight
         if kind is CallKind.IN_PLACE or kind is CallKind.STATE or "out" in kwargs:
             entry.writes = True
-        if mark is not None:
-            entry.owner = enclosing_module(mark, 3)
+        if place[1] is not None:
+            entry.owner = place[1]
         if kind is CallKind.BACKWARD:
             entry.kind = "backward"
         elif kind is CallKind.RANDOM:
@@ -376,7 +383,7 @@ class Session:
         inert = mode is None or mode.session is None or self.paused or self.busy or not scaler.is_enabled()
         if inert or not isinstance(outputs, (Tensor, list, tuple)) or _functorch_level() is not None:
             return original(scaler, outputs)
-        mark = here(4)
+        place = here_and_module(4)
         self.paused += 1
         try:
             out = original(scaler, outputs)
@@ -385,7 +392,7 @@ class Session:
         finally:
             self.paused -= 1
         try:
-            entry = self._entry(scale, (outputs, factor), {}, mark, CallKind.PLAIN)
+            entry = self._entry(scale, (outputs, factor), {}, place, CallKind.PLAIN)
             entry.kind = "scale"
             entry.unscaled = tuple(t.detach() for t in tensors_in(outputs))
             self.tape.add(entry, out)
@@ -414,7 +421,7 @@ class Session:
         if _functorch_level() is not None:
             return apply(*args, **kwargs)
         try:
-            entry = self._entry(apply, args, kwargs, here(3), CallKind.PLAIN)
+            entry = self._entry(apply, args, kwargs, here_and_module(3), CallKind.PLAIN)
         except Exception as bug:
             self.failed(bug)
             return apply(*args, **kwargs)

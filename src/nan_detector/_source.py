@@ -69,8 +69,10 @@ _USER: dict[str, bool] = {}
 #: Relative co_filename -> absolute path, taken when the file was first met: a run may change its folder later.
 _ABSOLUTE: dict[str, str] = {}
 _MAX_KNOWN = 10_000
-#: Code met by `enclosing_module` that is no method of a module.
-_NO_METHODS: set[types.CodeType] = set()
+#: Names of code that runs within the function around it.
+_INNER = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+#: Code met by `enclosing_module` that is no method of a module, by identity: hashing code hashes all its constants.
+_NO_METHODS: dict[int, types.CodeType] = {}
 
 #: Handlers of modes and tensor subclasses, through which every call passes: the line that made the call is further out.
 _PASSING_ON = frozenset(("__torch_function__", "__torch_dispatch__"))
@@ -98,6 +100,42 @@ def here(depth: int = 1) -> Mark | None:
             return _new_mark(Mark, (code, frame.f_lasti))
         frame = frame.f_back
     return _typed_on_command_line(sys._getframe(depth), None)
+
+
+def here_and_module(depth: int = 1) -> tuple[Mark | None, object | None]:
+    """`here` and `enclosing_module` in one walk: this runs for every recorded call."""
+    frame: types.FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        code = frame.f_code
+        if id(code) not in _NO_METHODS:
+            owner = _owner_of(frame, code)
+            if owner is not None:
+                return here(depth + 1), owner
+        try:
+            user = _USER[code.co_filename]
+        except KeyError:
+            user = _classify(code.co_filename)
+        if user:
+            if code.co_name in _INNER:
+                mark = _new_mark(Mark, (code, frame.f_lasti))
+                return mark, enclosing_module(mark, depth + 1)
+            return _new_mark(Mark, (code, frame.f_lasti)), None
+        frame = frame.f_back
+    mark_at_end = here(depth + 1)
+    return mark_at_end, None if mark_at_end is None else enclosing_module(mark_at_end, depth + 1)
+
+
+def _owner_of(frame: types.FrameType, code: types.CodeType) -> object | None:
+    """The module that a frame's ``self`` is; code that is no method of one is remembered."""
+    owner: object | None = None
+    if code.co_argcount and code.co_varnames[0] == "self":
+        owner = frame.f_locals.get("self")
+    if hasattr(type(owner), "named_modules"):
+        return owner
+    if len(_NO_METHODS) >= _MAX_KNOWN:
+        _NO_METHODS.clear()
+    _NO_METHODS[id(code)] = code
+    return None
 
 
 def here_until(barrier_code: types.CodeType, depth: int = 1) -> Mark | None:
@@ -141,7 +179,7 @@ def frame_self(depth: int = 1, barrier: types.CodeType | None = None) -> object 
                 if code.co_name == "forward" or hasattr(type(owner), "named_modules"):
                     return owner
                 return None
-            if code.co_name not in ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"):
+            if code.co_name not in _INNER:
                 return None
         frame = frame.f_back
     return None
@@ -162,14 +200,11 @@ def enclosing_module(mark: Mark, depth: int = 1) -> object | None:
     frame: types.FrameType | None = sys._getframe(depth)
     while frame is not None:
         code = frame.f_code
-        if code not in _NO_METHODS:
-            owner = frame.f_locals.get("self") if code.co_argcount and code.co_varnames[0] == "self" else None
-            if hasattr(type(owner), "named_modules"):
+        if id(code) not in _NO_METHODS:
+            owner = _owner_of(frame, code)
+            if owner is not None:
                 return owner
-            if len(_NO_METHODS) >= _MAX_KNOWN:
-                _NO_METHODS.clear()
-            _NO_METHODS.add(code)
-        if code is mark.code and code.co_name not in ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"):
+        if code is mark.code and code.co_name not in _INNER:
             return None
         frame = frame.f_back
     return None

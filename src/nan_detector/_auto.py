@@ -87,7 +87,7 @@ class AutoWatch:
             self.detector = self._make(module)
             self.detector.attach()
         else:
-            self.detector.also_watch(module)
+            self.detector._add_model(module)
         # This very call began before the module was hooked.
         self.detector.enter_call(module, args, keywords)
 

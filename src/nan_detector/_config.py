@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,8 @@ class Config:
     replay_budget_s: float
     on_event: Callable[[NaNEvent], object] | None
     on_warning: Callable[[WarningRecord], object] | None
+    hazards_every: int | None
+    also_watch: Any  # further modules by key
 
 
 def build_config(
@@ -89,6 +91,8 @@ def build_config(
     replay_budget_s: float,
     on_event: Callable[[NaNEvent], object] | None,
     on_warning: Callable[[WarningRecord], object] | None,
+    hazards_every: int | None,
+    also_watch: Any,
 ) -> Config:
     """Check every option and fold them into a `Config`.
 
@@ -121,6 +125,8 @@ def build_config(
         replay_budget_s=_positive("replay_budget_s", replay_budget_s, allow_inf=True),
         on_event=_callback("on_event", on_event),
         on_warning=_callback("on_warning", on_warning),
+        hazards_every=None if hazards_every is None else _every("hazards_every", hazards_every),
+        also_watch=_further("also_watch", also_watch),
     )
 
 
@@ -163,6 +169,33 @@ def _count(name: str, value: object, least: int = 1) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value
     raise OptionError(f"{name}={value!r} must be a whole number of at least {least}.")
+
+
+def _every(name: str, value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise OptionError(f"{name}={value!r} must be a whole number of at least 1 (steps), or None for never.")
+
+
+def _further(name: str, value: Any) -> dict[str, Any]:
+    """Further modules by key; what a module is cannot be asked without torch, so what it can do is."""
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        found = {str(k): m for k, m in value.items()}
+    elif isinstance(value, (list, tuple)):
+        found = {f"{name}[{i}]": m for i, m in enumerate(value)}
+    else:
+        found = {name: value}
+    for m in found.values():
+        if isinstance(m, type) or not (hasattr(m, "named_modules") and hasattr(m, "named_buffers")):
+            raise OptionError(f"{name}={_short(value)} must be a torch.nn.Module, or a list or dict of them, or None.")
+    return found
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _positive(name: str, value: object, *, allow_inf: bool) -> float:

@@ -20,9 +20,10 @@ from nan_detector._engine import Engine
 from nan_detector._errors import NotAttachedError
 from nan_detector._naming import models_of
 from nan_detector._recorder import History, Recorder
-from nan_detector._records import GradEvent, NaNEvent, RunRecord, WarningRecord
+from nan_detector._records import GradEvent, Hazard, NaNEvent, RunRecord, StateProblem, WarningRecord
 from nan_detector._session import session
 from nan_detector._state import is_replaying, logger, switched_off
+from nan_detector._state_check import first_problem
 from nan_detector._version import __version__
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: Signature of NaNDetector that later releases fill: asking for one of these is an error, never ignored.
-_LATER = ("hazards", "check_state", "cost")
+_LATER = ("cost",)
 
 
 class NaNDetector:
@@ -63,6 +64,11 @@ class NaNDetector:
         replay_budget_s: Seconds a replay may take.
         on_event: Called with each final `NaNEvent`.
         on_warning: Called with each `WarningRecord`.
+        hazards_every: Steps after which `hazards` looks by itself, before the step is taken, and warns of what is
+            close. Each time costs a replay of the step; None never does.
+        also_watch: A module, or a list or dict of them, that is not trained itself: a copy with averaged weights, a
+            target network. Its parameters and buffers are looked at in turn, all of them within 32 steps, and by
+            `check_state`.
 
     Raises:
         OptionError: An option cannot be used; the message names it, its value and the way out.
@@ -91,6 +97,8 @@ class NaNDetector:
         replay_budget_s: float = 60.0,
         on_event: Callable[[NaNEvent], object] | None = None,
         on_warning: Callable[[WarningRecord], object] | None = None,
+        hazards_every: int | None = None,
+        also_watch: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module] | None = None,
     ) -> None:
         self._models = models_of(model)
         self._config = build_config(
@@ -112,6 +120,8 @@ class NaNDetector:
             replay_budget_s=replay_budget_s,
             on_event=on_event,
             on_warning=on_warning,
+            hazards_every=hazards_every,
+            also_watch=also_watch,
         )
         self._engine: Engine | None = None
         self._session: Session | None = None
@@ -119,6 +129,8 @@ class NaNDetector:
         self._book: Book | None = None
         self._recorder: Recorder | None = None
         self._overheads: Iterable[float] = ()
+        self._hazards: list[Hazard] = []
+        self._optimizers: list[weakref.ref[Any]] = []
 
     # -- from attach to detach -----------------------------------------------------------------------------------------
 
@@ -156,6 +168,8 @@ class NaNDetector:
         try:
             engine.close(current, error)
         finally:
+            self._hazards = engine.hazards.found
+            self._optimizers = [weakref.ref(o) for o in engine.known_optimizers()]
             _patches.unregister(engine)
             if self._finalizer is not None:
                 self._finalizer.detach()
@@ -223,14 +237,10 @@ class NaNDetector:
             return step_fn(*args, **kwargs)
         return self._engine.responder.run_step(self._engine.contain, step_fn, args, kwargs)
 
-    def also_watch(self, model: torch.nn.Module) -> None:
-        """Watch one more model from now on, under its class's name.
-
-        Raises:
-            NotAttachedError: The detector is not attached.
-        """
+    def _add_model(self, model: torch.nn.Module) -> None:
+        """Watch one more trained model from now on, under its class's name."""
         if self._engine is None:
-            raise NotAttachedError("also_watch needs an attached detector: call attach() first.")
+            raise NotAttachedError("another model can be watched by an attached detector only: call attach() first.")
         self._engine.add(model)
         self._models = self._engine.run.models
 
@@ -238,6 +248,49 @@ class NaNDetector:
         """A call of `model` that began before it was watched is running."""
         if self._engine is not None:
             self._engine.roots.enter(model, args, kwargs)
+
+    # -- before it happens ---------------------------------------------------------------------------------------------
+
+    def hazards(self) -> list[Hazard]:
+        """What a healthy step came near to: its operations next to an edge, the nearest first, at most ten.
+
+        One step is run again under the tracer: the one that is running, once its backward has been called; between two
+        steps the last one, on its batch with the weights as they are now, so that what the coming step would meet is
+        seen before it is taken. Where two looks at different steps have seen an operation move towards its edge, it
+        comes before those that stand still, with a forecast of the step at which it gets there. Costs several steps'
+        time, and nothing when it is not called. See `docs/hazards.md`.
+
+        Returns:
+            The hazards; [] where there are none, and before the first step: then the next step is looked at before it
+            is taken, and a later call has its hazards.
+
+        Raises:
+            NotAttachedError: The detector was never attached.
+        """
+        engine = self._engine
+        if engine is None or self._session is None or is_replaying():
+            if self._book is None:
+                raise NotAttachedError("hazards needs a step to look at: use `with NaNDetector(model) as det:`.")
+            return list(self._hazards)
+        found = engine.contain(engine.hazards.now, self._session, engine.responder.running)
+        self._hazards = engine.hazards.found if found is None else found
+        return list(self._hazards)
+
+    def check_state(self) -> StateProblem | None:
+        """The first parameter, buffer or optimizer state that is not finite: is what I am about to save good?
+
+        Looks at the watched models, the modules of `also_watch`, and the optimizers that have stepped a watched model
+        while the detector was attached: exactly, at the cost of one pass over them. Works before, while and after the
+        detector is attached. A buffer that holds no other bad value than -inf is a mask.
+
+        Returns:
+            What is bad, named as ``head.weight``, ``bn.running_var`` or ``optimizer.state[head.weight]['exp_avg']``;
+            None where all is finite.
+        """
+        if self._engine is not None:
+            self._optimizers = [weakref.ref(o) for o in self._engine.known_optimizers()]
+        optimizers = [o for ref in self._optimizers if (o := ref()) is not None]
+        return first_problem(self._models, optimizers, self._config.also_watch)
 
     # -- what was found ------------------------------------------------------------------------------------------------
 

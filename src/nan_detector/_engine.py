@@ -14,6 +14,7 @@ import torch
 from nan_detector._book import Book
 from nan_detector._config import Config, Watch
 from nan_detector._errors import NonFiniteError
+from nan_detector._hazards import Hazards
 from nan_detector._judge import Judge, parameters_with_gradients
 from nan_detector._quiet import hidden
 from nan_detector._respond import Responder
@@ -56,6 +57,7 @@ class Engine:
         self.watch: StepWatch = _LEVELS[config.watch](self.run)
         self.responder = Responder(self.run, self.watch)
         self.judge = Judge(self.run, self.watch, self.responder)
+        self.hazards = Hazards(self.run, self.watch)
         self.roots = Roots(list(models.values()), self.on_enter, self.on_leave, self.contain)
 
     # -- from attach to detach -------------------------------------------------------------------------------------
@@ -75,7 +77,7 @@ class Engine:
         try:
             self.contain(self._finish, current, error)
         finally:
-            self.responder.running = self.responder.raised = None
+            self.responder.running = self.responder.raised = self.hazards.last = None
             self.watch.close()
             self.roots.remove()
             current.users -= 1
@@ -116,6 +118,7 @@ class Engine:
         """A watched model is about to be called, outermost."""
         if not training:
             return
+        self.hazards.last = None  # from here on the memory is the next step's
         current.step = self.run.step
         self.responder.raised = None
         if self.run.stopped:
@@ -179,6 +182,11 @@ class Engine:
             found = self._stepped_by[id(optimizer)] = Stepped(optimizer, self.run.ours)
         return found
 
+    def known_optimizers(self) -> list[Any]:
+        """The optimizers that have stepped a watched model and are still there, in the order of their first step."""
+        known = (s.optimizer() for s in self._stepped_by.values() if s.counted)
+        return [o for o in known if o is not None]
+
     def before_step(self, optimizer: Any, args: Any, kwargs: Any, current: Session) -> tuple[Any, Any] | None:
         """The gate. None lets the step through; a replaced call takes its place."""
         if self.standing_down or is_stand_in(optimizer):
@@ -231,6 +239,7 @@ class Engine:
         if pending and not self.roots.armed and not current.tape.has_root():
             self.roots.arm_children()
         refuse = self.judge.judge(current, pending, stepped=stepped, given=given, is_mine=self._is_mine)
+        self.hazards.at_gate(current, self.responder.running, pending, refuse)
         if current.users > 1 and stepped is not None:
             self._unforgotten = True  # another detector may have to judge the same step
         else:
@@ -314,6 +323,9 @@ class Engine:
         try:
             self._judge_rest(current, error)
         finally:
+            self.watch.last_look()
+            if self.judge.further is not None:
+                self.judge.further.finish()
             self.judge.tell_evaluations()
             if current.looks and error is None:
                 self.judge.tell_handled(current, [])

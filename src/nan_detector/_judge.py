@@ -10,6 +10,7 @@ import torch
 from nan_detector._errors import NonFiniteError
 from nan_detector._evaluation import Evaluation, Seen, bad_outputs
 from nan_detector._finite import read
+from nan_detector._further import Further
 from nan_detector._gate import Reading, Suspicion, column_names, confirm, measure, take, without_scale
 from nan_detector._hyper import HyperProblem, bad_hyperparameter
 from nan_detector._naming import Names
@@ -35,6 +36,7 @@ class Judge:
         self.watch = watch
         self.responder = responder
         self.evaluation = Evaluation(run.names)
+        self.further = Further(run, run.config.also_watch) if run.config.also_watch else None
         self._skips = Skips()
         self._warned_step: int | None = None
 
@@ -71,7 +73,11 @@ class Judge:
             evaluated, outputs = self.evaluation.collect()
             if outputs is not None:
                 extra = outputs if extra is None else torch.cat([extra, outputs.to(extra)])
+            sums = self.further.next_slice() if self.further is not None else None
+            if sums is not None:
+                extra = sums if extra is None else torch.cat([extra, sums.to(extra)])
             reading, extremes = measure(grads, losses, extra)
+        further = [extremes.pop() for _ in range(sums.numel())] if sums is not None else []
         if evaluated:
             tail = len(extremes) - 2 * len(evaluated)
             self._tell_evaluated(evaluated, extremes[tail:])
@@ -104,6 +110,8 @@ class Judge:
             if reading.largest is not None and reading.largest > self.run.config.grad_norm_warn:
                 self.warn_of_norms(reading, names)
             self.watch.healthy(current, columns, extremes)
+        if self.further is not None:
+            self.further.judge(further)
         return refuse
 
     def _hit(self, current: Session, suspicion: Suspicion, pending: list[Entry], optimizer: Any) -> bool:

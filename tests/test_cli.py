@@ -46,11 +46,7 @@ def refused(capsys: Capture, *argv: str) -> str:
         ),
         (
             ["run", "--on-nan", "panic", "train.py"],
-            "nan-detector: --on-nan='panic' is not one of 'stop', 'raise', 'warn', 'skip'.",
-        ),
-        (
-            ["run", "--on-nan", "rollback", "train.py"],
-            "nan-detector: --on-nan='rollback' is not available yet; use one of 'stop', 'raise', 'warn', 'skip'.",
+            "nan-detector: --on-nan='panic' is not one of 'stop', 'raise', 'warn', 'skip', 'rollback'.",
         ),
         (["demo", "--seed", "-1"], "nan-detector: --seed='-1' must be a whole number from 0, such as 3."),
         (["demo", "--seed", "1.5"], "nan-detector: --seed='1.5' must be a whole number from 0, such as 3."),

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nan_detector._config import Policy, Replay, Watch, build_config, policy_named
+from nan_detector._config import Policy, Protect, Replay, Watch, build_config, policy_named
 from nan_detector._errors import OptionError
 
 DEFAULTS: dict[str, Any] = {
@@ -27,6 +27,9 @@ DEFAULTS: dict[str, Any] = {
     "verbose": True,
     "replay": "auto",
     "protect": "gate",
+    "max_skips": None,
+    "snapshot_every": 100,
+    "snapshot_on_host": False,
     "log_dir": None,
     "capsule": False,
     "history": 1000,
@@ -63,7 +66,7 @@ def test_without_on_nan_stop_on_first_decides(stop_on_first: bool, policy: Polic
 
 
 @pytest.mark.parametrize("stop_on_first", [True, False])
-@pytest.mark.parametrize("name", ["stop", "raise", "warn", "skip"])
+@pytest.mark.parametrize("name", ["stop", "raise", "warn", "skip", "rollback"])
 def test_a_named_policy_wins_over_stop_on_first(name: str, stop_on_first: bool):
     assert config(on_nan=name, stop_on_first=stop_on_first).on_nan is Policy(name)
 
@@ -75,7 +78,7 @@ def test_a_callable_policy_is_kept_and_its_answer_checked_later():
     assert config(on_nan=decide).on_nan is decide
     assert policy_named("skip", "on_nan's answer") is Policy.SKIP
     with pytest.raises(
-        OptionError, match=r"^on_nan's answer='ignore' is not one of 'stop', 'raise', 'warn', 'skip'\.$"
+        OptionError, match=r"^on_nan's answer='ignore' is not one of 'stop', 'raise', 'warn', 'skip', 'rollback'\.$"
     ):
         policy_named("ignore", "on_nan's answer")
 
@@ -111,6 +114,22 @@ def test_zero_bytes_may_be_held():
     assert config(max_hold_bytes=0).max_hold_bytes == 0
 
 
+@pytest.mark.parametrize("value", [None, 1, 50, 0.01, 0.99])
+def test_skips_are_limited_by_number_or_by_share(value: float | int | None):
+    assert config(max_skips=value).max_skips == value
+
+
+def test_rollback_needs_a_number_of_steps():
+    assert config(on_nan="rollback").snapshot_every == 100
+    assert config(on_nan="rollback", snapshot_every=7).snapshot_every == 7
+    assert config(on_nan="skip", snapshot_every=None).snapshot_every is None
+
+
+@pytest.mark.parametrize("value", ["gate", "full"])
+def test_protection_is_known(value: str):
+    assert config(protect=value).protect is Protect(value)
+
+
 def test_the_record_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         config().verbose = False  # type: ignore[misc]
@@ -122,15 +141,22 @@ def test_the_record_is_frozen():
         ({"watch": "layer"}, "watch='layer' is not one of 'step', 'layers', 'ops'."),
         ({"watch": None}, "watch=None is not one of 'step', 'layers', 'ops'."),
         ({"watch": ["step"]}, "watch=['step'] is not one of 'step', 'layers', 'ops'."),
-        ({"on_nan": "ignore"}, "on_nan='ignore' is not one of 'stop', 'raise', 'warn', 'skip'."),
-        ({"on_nan": 3}, "on_nan=3 is not one of 'stop', 'raise', 'warn', 'skip'."),
+        ({"on_nan": "ignore"}, "on_nan='ignore' is not one of 'stop', 'raise', 'warn', 'skip', 'rollback'."),
+        ({"on_nan": 3}, "on_nan=3 is not one of 'stop', 'raise', 'warn', 'skip', 'rollback'."),
         (
-            {"on_nan": "rollback"},
-            "on_nan='rollback' is not available yet; use one of 'stop', 'raise', 'warn', 'skip'.",
+            {"on_nan": "rollback", "snapshot_every": None},
+            "snapshot_every=None keeps no state that on_nan='rollback' could go back to; give a number.",
         ),
-        (
-            {"protect": "full"},
-            "protect='full' is not available yet; use protect='gate', which refuses a bad step before it is taken.",
+        ({"snapshot_every": 0}, "snapshot_every=0 must be a whole number of at least 1, or None to keep no state."),
+        ({"snapshot_every": 0.5}, "snapshot_every=0.5 must be a whole number of at least 1, or None to keep no state."),
+        ({"snapshot_on_host": 1}, "snapshot_on_host=1 must be True or False."),
+        *(
+            (
+                {"max_skips": value},
+                f"max_skips={value!r} must be a whole number of at least 1 (steps in a row), a share between 0.0 and "
+                "1.0 (of the last 100 steps), or None for no limit.",
+            )
+            for value in (0, -1, True, 1.0, 0.0, math.nan, "3")
         ),
         ({"protect": "none"}, "protect='none' is not one of 'gate', 'full'."),
         (

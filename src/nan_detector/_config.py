@@ -32,6 +32,14 @@ class Policy(str, Enum):
     RAISE = "raise"
     WARN = "warn"
     SKIP = "skip"
+    ROLLBACK = "rollback"
+
+
+class Protect(str, Enum):
+    """How far the weights are protected."""
+
+    GATE = "gate"  # a bad step is refused before it is taken
+    FULL = "full"  # also what the optimizer's own arithmetic does to them is undone
 
 
 class Replay(str, Enum):
@@ -40,9 +48,6 @@ class Replay(str, Enum):
     AUTO = "auto"
     OFF = "off"
 
-
-#: Named in the public signature, built later: asking for one is an error, never a silent fallback.
-NOT_YET_POLICIES = ("rollback",)
 
 PolicyOption = str | Callable[["NaNEvent"], str] | None
 
@@ -61,6 +66,10 @@ class Config:
     max_events: int
     verbose: bool
     replay: Replay
+    protect: Protect
+    max_skips: int | float | None
+    snapshot_every: int | None
+    snapshot_on_host: bool
     log_dir: str | None
     history: int
     max_hold_bytes: int
@@ -84,6 +93,9 @@ def build_config(
     verbose: bool,
     replay: str,
     protect: str,
+    max_skips: int | float | None,
+    snapshot_every: int | None,
+    snapshot_on_host: bool,
     log_dir: str | Path | None,
     capsule: bool,
     history: int,
@@ -99,11 +111,6 @@ def build_config(
     Raises:
         OptionError: An option cannot be used; the message names it, its value and the way out.
     """
-    if protect == "full":
-        raise OptionError(
-            "protect='full' is not available yet; use protect='gate', which refuses a bad step before it is taken."
-        )
-    _one_of("protect", protect, ("gate", "full"))
     if capsule:
         raise OptionError(
             "capsule=True is not available yet; use log_dir=... to keep the event log, and capsule=False."
@@ -119,6 +126,10 @@ def build_config(
         max_events=_count("max_events", max_events),
         verbose=_boolean("verbose", verbose),
         replay=Replay(_one_of("replay", replay, [r.value for r in Replay])),
+        protect=Protect(_one_of("protect", protect, [p.value for p in Protect])),
+        max_skips=_max_skips(max_skips),
+        snapshot_every=_snapshot_every(snapshot_every, on_nan),
+        snapshot_on_host=_boolean("snapshot_on_host", snapshot_on_host),
         log_dir=None if log_dir is None else _path("log_dir", log_dir),
         history=_count("history", history),
         max_hold_bytes=_count("max_hold_bytes", max_hold_bytes, least=0),
@@ -134,10 +145,8 @@ def policy_named(name: object, source: str) -> Policy:
     """The policy a user named, as a value of ``on_nan`` or as the answer of an ``on_nan`` callable.
 
     Raises:
-        OptionError: The name is unknown, or names a policy that is not available yet.
+        OptionError: The name is unknown.
     """
-    if name in NOT_YET_POLICIES:
-        raise OptionError(f"{source}={name!r} is not available yet; use one of {_listed(p.value for p in Policy)}.")
     return Policy(_one_of(source, name, [p.value for p in Policy]))
 
 
@@ -147,6 +156,25 @@ def _policy(on_nan: PolicyOption, stop_on_first: bool) -> Policy | Callable[[NaN
     if callable(on_nan):
         return on_nan
     return policy_named(on_nan, "on_nan")
+
+
+def _max_skips(value: object) -> int | float | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    if isinstance(value, float) and 0.0 < value < 1.0:
+        return value
+    raise OptionError(
+        f"max_skips={value!r} must be a whole number of at least 1 (steps in a row), a share between 0.0 and 1.0 (of "
+        "the last 100 steps), or None for no limit."
+    )
+
+
+def _snapshot_every(value: object, on_nan: PolicyOption) -> int | None:
+    if value is None and on_nan == Policy.ROLLBACK.value:
+        raise OptionError("snapshot_every=None keeps no state that on_nan='rollback' could go back to; give a number.")
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise OptionError(f"snapshot_every={value!r} must be a whole number of at least 1, or None to keep no state.")
 
 
 def _listed(names: Any) -> str:

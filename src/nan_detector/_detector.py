@@ -18,6 +18,7 @@ from nan_detector._book import Book
 from nan_detector._config import PolicyOption, build_config
 from nan_detector._engine import Engine
 from nan_detector._errors import NotAttachedError
+from nan_detector._ledger import Ledger
 from nan_detector._naming import models_of
 from nan_detector._recorder import History, Recorder
 from nan_detector._records import GradEvent, Hazard, NaNEvent, RunRecord, StateProblem, WarningRecord
@@ -46,8 +47,9 @@ class NaNDetector:
         watch: How closely: "step" (one check before each optimizer step), "layers" (also every module's output, on
             the device), "ops" (every operation of every step; slow).
         on_nan: What happens to a step that would poison the weights. "stop" does not take it and sets `triggered`;
-            "raise" raises `NonFiniteError`; "warn" only tells; "skip" drops it and goes on; a callable gets the event
-            and answers with one of these names. None: "stop", or "skip" where `stop_on_first` is False.
+            "raise" raises `NonFiniteError`; "warn" only tells; "skip" drops it and goes on; "rollback" drops it, goes
+            back to the last good state (`snapshot_every`) and goes on; a callable gets the event and answers with one
+            of these names. None: "stop", or "skip" where `stop_on_first` is False.
         stop_on_first: False goes on after the first event and records up to `max_events`.
         check_inputs: At "layers": also look at what the model is given.
         check_backward: At "layers": also look at the gradients of every module's output.
@@ -56,7 +58,17 @@ class NaNDetector:
         max_events: Events and warnings kept in memory at most.
         verbose: Print the report of an event to stderr.
         replay: "auto" runs a bad step again to find the birthplace; "off" tells only what the gate saw.
-        protect: "gate": a bad step is refused before it is taken.
+        protect: "gate": a bad step is refused before it is taken. "full": also, what the optimizer's own arithmetic
+            makes of finite gradients is looked at after each step and undone where it is not finite, from a copy of the
+            parameters and the optimizer's state made before the step. It takes as much memory as these two together,
+            two passes over them and one more read to the host in each step.
+        max_skips: When "skip" or "rollback" has had enough, and `NonFiniteError` is raised: above this number of
+            dropped steps in a row, or (a number between 0 and 1) above this share of the last 100 steps. None: never.
+        snapshot_every: Steps between the copies that "rollback" goes back to: parameters, buffers, optimizers, loss
+            scalers, learning rate schedulers and random streams, of a step before which everything was finite. Two
+            copies exist while one replaces the other. They are kept for "rollback", and for a callable, whose answer is
+            not known beforehand; None keeps none.
+        snapshot_on_host: Keep these copies in host memory.
         log_dir: Folder for the event log; None writes nothing.
         capsule: Reserved; must be False in this release.
         history: Rows of the flight recorder (bounded by 2 MiB as well).
@@ -90,6 +102,9 @@ class NaNDetector:
         verbose: bool = True,
         replay: str = "auto",
         protect: str = "gate",
+        max_skips: int | float | None = None,
+        snapshot_every: int | None = 100,
+        snapshot_on_host: bool = False,
         log_dir: str | Path | None = None,
         capsule: bool = False,
         history: int = 1000,
@@ -113,6 +128,9 @@ class NaNDetector:
             verbose=verbose,
             replay=replay,
             protect=protect,
+            max_skips=max_skips,
+            snapshot_every=snapshot_every,
+            snapshot_on_host=snapshot_on_host,
             log_dir=log_dir,
             capsule=capsule,
             history=history,
@@ -131,6 +149,7 @@ class NaNDetector:
         self._overheads: Iterable[float] = ()
         self._hazards: list[Hazard] = []
         self._optimizers: list[weakref.ref[Any]] = []
+        self._ledger = Ledger()
 
     # -- from attach to detach -----------------------------------------------------------------------------------------
 
@@ -144,12 +163,13 @@ class NaNDetector:
             self.detach()
         if switched_off():
             self._book, self._recorder = Book(replace(self._config, log_dir=None)), Recorder(self._config.history)
+            self._ledger = Ledger()
             return self
         self._book = Book(self._config)
         self._book.write(self._run_record())
         engine = Engine(self._models, self._config, self._book)
         self._engine, self._session = engine, session()
-        self._recorder, self._overheads = engine.run.recorder, engine.overheads
+        self._recorder, self._overheads, self._ledger = engine.run.recorder, engine.overheads, engine.run.ledger
         # A detector that is dropped without `detach` must not leave its hooks behind: the engine knows nothing of it.
         self._finalizer = weakref.finalize(self, _abandoned, engine, self._session, self._book)
         self._finalizer.atexit = False
@@ -321,6 +341,16 @@ class NaNDetector:
     def warnings(self) -> list[WarningRecord]:
         """What is not an event (yet)."""
         return [] if self._book is None else list(self._book.warnings)
+
+    @property
+    def last_good_step(self) -> int | None:
+        """The last step before which loss, gradients and hyperparameters were all finite; None before the first."""
+        return self._ledger.last_good_step
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps were not taken because they were bad."""
+        return self._ledger.skipped_steps
 
     @property
     def overhead_ms(self) -> float:

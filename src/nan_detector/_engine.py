@@ -11,17 +11,22 @@ from typing import Any, TypeVar
 
 import torch
 
+from nan_detector import _schedulers
+from nan_detector._aftermath import Aftermath
 from nan_detector._book import Book
-from nan_detector._config import Config, Watch
+from nan_detector._config import Config, Policy, Protect, Watch
+from nan_detector._damage import LastStep
 from nan_detector._errors import NonFiniteError
 from nan_detector._hazards import Hazards
 from nan_detector._judge import Judge, parameters_with_gradients
+from nan_detector._keeper import Keeper
 from nan_detector._quiet import hidden
 from nan_detector._respond import Responder
 from nan_detector._roots import Roots
 from nan_detector._run import Run
 from nan_detector._session import Session, session
 from nan_detector._skip import cancelled, closure_of, is_stand_in, judged
+from nan_detector._source import here
 from nan_detector._state import BUG, is_replaying, logger, strict
 from nan_detector._stepped import Stepped
 from nan_detector._summary import headline
@@ -55,8 +60,16 @@ class Engine:
         self._spent = 0.0
         self._unforgotten = False  # the step was judged, and is not yet off the tape
         self.watch: StepWatch = _LEVELS[config.watch](self.run)
-        self.responder = Responder(self.run, self.watch)
-        self.judge = Judge(self.run, self.watch, self.responder)
+        self.aftermath = Aftermath(self.run, self._stepped_by, config.protect is Protect.FULL)
+        self.keeper: Keeper | None = None
+        if config.snapshot_every is not None and not (
+            isinstance(config.on_nan, Policy) and config.on_nan is not Policy.ROLLBACK
+        ):
+            self.keeper = Keeper(
+                self.run, self.owns, self.optimizers, config.snapshot_every, on_host=config.snapshot_on_host
+            )
+        self.responder = Responder(self.run, self.watch, self.aftermath, self.keeper)
+        self.judge = Judge(self.run, self.watch, self.responder, self.aftermath)
         self.hazards = Hazards(self.run, self.watch)
         self.roots = Roots(list(models.values()), self.on_enter, self.on_leave, self.contain)
 
@@ -71,6 +84,8 @@ class Engine:
         current.before_update.append(self.before_update)
         current.push()
         self.watch.open()
+        if self.keeper is not None:
+            _schedulers.watch(self.keeper.meet)
 
     def close(self, current: Session, error: BaseException | None) -> None:
         """Judge what is left and leave no hook behind."""
@@ -79,6 +94,10 @@ class Engine:
         finally:
             self.responder.running = self.responder.raised = self.hazards.last = None
             self.watch.close()
+            self.aftermath.forget()
+            if self.keeper is not None:
+                _schedulers.unwatch(self.keeper.meet)
+                self.contain(self.keeper.close)
             self.roots.remove()
             current.users -= 1
             current.before_update.remove(self.before_update)
@@ -119,6 +138,11 @@ class Engine:
         if not training:
             return
         self.hazards.last = None  # from here on the memory is the next step's
+        if self.keeper is not None:
+            self.contain(self.keeper.settle)
+            self.keeper.stale = False
+        if self.aftermath.unchecked and not current.stepping:
+            self.contain(self._undo_damage)
         current.step = self.run.step
         self.responder.raised = None
         if self.run.stopped:
@@ -191,6 +215,8 @@ class Engine:
         """The gate. None lets the step through; a replaced call takes its place."""
         if self.standing_down or is_stand_in(optimizer):
             return None
+        if current.stepping and _is_among(optimizer, current.stepping):
+            return None  # a subclass that calls `super().step()` fires the hooks again, within one and the same step
         return self.contain(self._before_step, optimizer, args, kwargs, current)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any, current: Session) -> tuple[Any, Any] | None:
@@ -200,21 +226,35 @@ class Engine:
         stepped = self._stepped(optimizer)
         if not stepped.owned:
             return None
+        undone = bool(self.aftermath.unchecked) and not current.stepping and self._undo_damage()
+        if undone or (self.keeper is not None and self.keeper.refuses(current)):
+            current.gates += 1
+            return cancelled(optimizer, args, kwargs)
         if not stepped.counted:
             stepped.counted = True
             self.optimizers.add(optimizer)
+            if self.keeper is not None:
+                self.keeper.met_optimizer()
             self.run.groups -= self.guessed_groups
             self.guessed_groups = 0
         current.gates += 1
         if closure_of(args, kwargs) is not None:
+            if self.aftermath.full:
+                self.aftermath.shadow(optimizer)
             return self._gate_closure(stepped, args, kwargs, current)
-        return cancelled(optimizer, args, kwargs) if self._gate(stepped, current) else None
+        if self._gate(stepped, current):
+            return cancelled(optimizer, args, kwargs)
+        if self.aftermath.full:
+            self.aftermath.shadow(optimizer)
+        return None
 
     def _gate_closure(self, stepped: Stepped, args: Any, kwargs: Any, current: Session) -> tuple[Any, Any] | None:
         """`step(closure)`: the gradients do not exist yet; judge after the closure has made them."""
 
         def refuse(loss: Any, can_cancel: bool) -> bool:
             current.pause_again()
+            if self.keeper is not None:
+                self.keeper.moved = not can_cancel
             return bool(self.contain(self._gate, stepped, current)) and can_cancel
 
         optimizer = stepped.optimizer()
@@ -225,7 +265,9 @@ class Engine:
         """Judge the step that is about to be taken. True when it must not be."""
         if not self.roots.armed and not current.tape.backwards and not current.tape.has_root():
             self.roots.arm_children()
-        return self._judge(current, stepped=stepped)
+        refuse = self._judge(current, stepped=stepped)
+        stepped.last = LastStep(self.run.step, here(), self.run.groups) if self.judge.clean else None
+        return refuse
 
     def _judge(
         self, current: Session, *, stepped: Stepped | None = None, given: list[tuple[str, Tensor]] | None = None
@@ -240,6 +282,8 @@ class Engine:
             self.roots.arm_children()
         refuse = self.judge.judge(current, pending, stepped=stepped, given=given, is_mine=self._is_mine)
         self.hazards.at_gate(current, self.responder.running, pending, refuse)
+        if self.keeper is not None and self.judge.clean:
+            self.keeper.clean(current)
         if current.users > 1 and stepped is not None:
             self._unforgotten = True  # another detector may have to judge the same step
         else:
@@ -255,8 +299,35 @@ class Engine:
     def after_step(self, optimizer: Any, current: Session) -> None:
         """The step was taken or stood in for."""
         stepped = self._stepped_by.get(id(optimizer))
+        if current.stepping and _is_among(optimizer, current.stepping):
+            return
         if stepped is not None and stepped.owned and not self.standing_down:
-            self.contain(self._end_of_step, current)
+            self.contain(self._after_step, stepped, current)
+
+    def _undo_damage(self) -> bool:
+        """Look at steps that never came to their end. True when one was undone."""
+        found = False
+        for key in list(self.aftermath.unchecked):
+            self.aftermath.unchecked.discard(key)
+            stepped = self._stepped_by.get(key)
+            damage = self.aftermath.undone(stepped) if stepped is not None else None
+            if damage is not None:
+                found = True
+                self.responder.damaged(damage)
+        return found
+
+    def _after_step(self, stepped: Stepped, current: Session) -> None:
+        try:
+            if self.keeper is not None:
+                self.keeper.moved = False
+                self.keeper.settle()
+            damage = self.aftermath.undone(stepped) if self.aftermath.full else None
+            if damage is not None:
+                self.responder.damaged(damage, optimizer=stepped.optimizer())
+            if self.run.ledger.rows:
+                self.run.ledger.stepped(self.run.groups, id(stepped.optimizer()))
+        finally:
+            self._end_of_step(current)
 
     def _forget(self, current: Session) -> None:
         """What was judged leaves the tape; what only other detectors of this thread watch stays for them."""
@@ -321,6 +392,9 @@ class Engine:
     def _finish(self, current: Session, error: BaseException | None) -> None:
         """Judge what the last gate has not seen."""
         try:
+            if self.aftermath.unchecked:
+                with current.off():
+                    self._undo_damage()
             self._judge_rest(current, error)
         finally:
             self.watch.last_look()
@@ -340,8 +414,18 @@ class Engine:
             self.responder.after_exception(current, error)
             if len(self.run.book.events) > known:
                 return
+        known = len(self.run.book.events)
         if tape.pending():
             with current.off():
                 self._judge(current, given=list(parameters_with_gradients(self.run.names)))
         elif error is not None and any(e.number >= tape.boundary for e in tape.entries):
             self.responder.after_exception(current, error)
+        if error is None and len(self.run.book.events) == known:
+            with current.off():
+                damage = self.aftermath.left_behind()
+            if damage is not None:
+                self.responder.damaged(damage)
+
+
+def _is_among(optimizer: Any, others: list[Any]) -> bool:
+    return any(o is optimizer for o in others)

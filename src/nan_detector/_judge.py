@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from nan_detector._aftermath import Aftermath, BadState
 from nan_detector._errors import NonFiniteError
 from nan_detector._evaluation import Evaluation, Seen, bad_outputs
 from nan_detector._finite import read
 from nan_detector._further import Further
-from nan_detector._gate import Reading, Suspicion, column_names, confirm, measure, take, without_scale
+from nan_detector._gate import Reading, Suspicion, column_names, confirm, glance, measure, take, without_scale
 from nan_detector._hyper import HyperProblem, bad_hyperparameter
 from nan_detector._naming import Names
 from nan_detector._quiet import quiet
@@ -31,12 +32,15 @@ Tensor = torch.Tensor
 class Judge:
     """Judges the steps of one run."""
 
-    def __init__(self, run: Run, watch: StepWatch, responder: Responder) -> None:
+    def __init__(self, run: Run, watch: StepWatch, responder: Responder, aftermath: Aftermath) -> None:
         self.run = run
         self.watch = watch
         self.responder = responder
+        self.aftermath = aftermath
+        self.clean = False  # what was judged last was finite
         self.evaluation = Evaluation(run.names)
         self.further = Further(run, run.config.also_watch) if run.config.also_watch else None
+        self._plain = type(watch) is StepWatch and self.further is None
         self._skips = Skips()
         self._warned_step: int | None = None
 
@@ -57,7 +61,12 @@ class Judge:
         Raises:
             NonFiniteError: The policy says so.
         """
+        self.clean = False
         losses = [loss for e in pending for loss in e.unscaled or e.losses]
+        if self._plain and stepped is not None and len(losses) == 1 and current.scaler is None:
+            if not (current.looks or self.evaluation.waiting) and self._sound_at_a_glance(stepped, losses[0]):
+                self._was_clean()
+                return False
         scale = scale_in_use(current)
         if current.looks:
             self.tell_handled(current, pending)
@@ -86,7 +95,9 @@ class Judge:
         if scale is not None and factor is not None and still_scaled(optimizer):
             reading = without_scale(reading, scale, factor)
         overflow = scale is not None and optimizer is None
-        problem = _damaging(optimizer)
+        problem: HyperProblem | BadState | None = _damaging(optimizer)
+        if stepped is not None and problem is None and id(optimizer.state) != stepped.state_seen:  # type: ignore[union-attr]
+            problem = self.aftermath.bad_state(stepped, optimizer)
         refuse = False
         suspicion = Suspicion()
         if reading.suspicious or problem is not None:
@@ -110,14 +121,43 @@ class Judge:
             if reading.largest is not None and reading.largest > self.run.config.grad_norm_warn:
                 self.warn_of_norms(reading, names)
             self.watch.healthy(current, columns, extremes)
+            if not overflow and (names or losses):
+                self._was_clean()
         if self.further is not None:
             self.further.judge(further)
         return refuse
 
+    def _was_clean(self) -> None:
+        self.clean = True
+        self.run.ledger.last_good_step = self.run.step
+
+    def _sound_at_a_glance(self, stepped: Stepped, loss: Tensor) -> bool:
+        """The gate of an ordinary healthy step, in one piece: True when it is one, measured and recorded.
+
+        Whatever is unusual gets False, and is then judged in full: what that costs is of no account.
+        """
+        run = self.run
+        optimizer: Any = stepped.optimizer()
+        if _damaging(optimizer) is not None or id(optimizer.state) != stepped.state_seen:
+            return False
+        with quiet():
+            names, grads = stepped.gradients()
+            reading = glance(grads, loss)
+            if reading is None or reading.suspicious or (reading.largest or 0.0) > run.config.grad_norm_warn:
+                return False
+            rate = optimizer.param_groups[0].get("lr")
+            lr = float(rate) if isinstance(rate, (int, float)) else None
+            with run.lock:
+                run.recorder.set_columns(stepped.columns(names, True, reading.width))
+                run.recorder.append(run.step, reading.row, lr, None)
+        if run.book.log is not None:
+            run.book.write(StepRow(run.step, reading.loss, reading.total, reading.largest, lr, None))
+        return True
+
     def _hit(self, current: Session, suspicion: Suspicion, pending: list[Entry], optimizer: Any) -> bool:
         stepping = optimizer is not None or self.run.updating
         try:
-            return self.responder.hit(current, suspicion, len(pending), stepping=stepping)
+            return self.responder.hit(current, suspicion, len(pending), stepping=stepping, optimizer=optimizer)
         except NonFiniteError:
             # The step has been judged: it must not be judged a second time when the block ends.
             current.tape.judged(keep_alive=True)

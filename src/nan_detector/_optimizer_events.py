@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from nan_detector._aftermath import BadState
 from nan_detector._diagnosis import diagnose
 from nan_detector._hyper import HyperProblem
 from nan_detector._records import NaNEvent
 from nan_detector._trace import Birth, BirthKind, Trace
 
 
-def hyper_event(event: NaNEvent, problem: HyperProblem, before: tuple[str, ...]) -> NaNEvent:
-    """The final event for a hyperparameter that would have damaged every weight it touches."""
+def hyper_event(event: NaNEvent, problem: HyperProblem | BadState, before: tuple[str, ...]) -> NaNEvent:
+    """The final event for a hyperparameter, or for state, that would have damaged every weight it touches."""
+    if isinstance(problem, BadState):
+        return _state_event(event, problem, before)
     birth = Birth(
         number=0,
         kind=BirthKind.CONSTANT.value,
@@ -33,4 +36,24 @@ def hyper_event(event: NaNEvent, problem: HyperProblem, before: tuple[str, ...])
         before=before,
         reproduced="yes",
         notes=(*event.notes, problem.message),
+    )
+
+
+def _state_event(event: NaNEvent, problem: BadState, before: tuple[str, ...]) -> NaNEvent:
+    birth = problem.birth
+    cause, _ = diagnose(Trace(birth=birth, reached=("parameter",)))
+    return replace(
+        event,
+        status="final",
+        phase="optimizer",
+        op=birth.op,
+        call=birth.call,
+        location=birth.location,
+        tensor_name=birth.tensor_name,
+        output=birth.output,
+        cause=cause,
+        verdict="optimizer",
+        before=before,
+        reproduced="yes",
+        notes=(*event.notes, "the state was found so before the first step with it: look at where it was loaded"),
     )

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from nan_detector._aftermath import Aftermath, Damage
 from nan_detector._before import before_sentences
 from nan_detector._config import Policy, Replay, policy_named
 from nan_detector._errors import NonFiniteError
 from nan_detector._gate import Suspicion
 from nan_detector._hit import Finding, complete, investigate, new_event, weights_state
+from nan_detector._keeper import Keeper
 from nan_detector._moment import Habits
 from nan_detector._optimizer_events import hyper_event
 from nan_detector._records import NaNEvent
@@ -18,10 +20,14 @@ from nan_detector._run import Run
 from nan_detector._run_step import Call
 from nan_detector._session import Session, session
 from nan_detector._state import logger, strict
+from nan_detector._summary import headline
+from nan_detector._trace import BirthKind
 from nan_detector._watchers import StepWatch
 
 T = TypeVar("T")
 
+#: Policies that do not take the step.
+REFUSING = (Policy.STOP, Policy.SKIP, Policy.ROLLBACK)
 #: Rows of the flight recorder that an event is explained from.
 ROWS = 200
 
@@ -29,8 +35,10 @@ ROWS = 200
 class Responder:
     """Makes events of suspicions, and decides what becomes of the step."""
 
-    def __init__(self, run: Run, watch: StepWatch) -> None:
+    def __init__(self, run: Run, watch: StepWatch, aftermath: Aftermath, keeper: Keeper | None) -> None:
         self.run = run
+        self.aftermath = aftermath
+        self.keeper = keeper
         self.watch = watch
         self.running: Call | None = None  # the call of `run_step` that is running
         self.raised: Call | None = None  # the last one, if it raised and nothing else was done since
@@ -44,6 +52,7 @@ class Responder:
         *,
         stepping: bool,
         finding: Finding | None = None,
+        optimizer: Any = None,
     ) -> bool:
         """A confirmed bad step: write it down, find out, act.
 
@@ -53,6 +62,7 @@ class Responder:
             backwards: Backward passes since the last gate.
             stepping: An optimizer's step (or the loop's own update) is about to follow.
             finding: What is known already; None to find out.
+            optimizer: The optimizer whose step it is, where there is one.
 
         Returns:
             True when the step must not be taken.
@@ -62,8 +72,14 @@ class Responder:
         """
         run, config = self.run, self.run.config
         known = config.stop_on_first and any(e.severity == "error" for e in run.book.events)
+        key = id(optimizer) if optimizer is not None else 0
+        limit = config.max_skips if config.on_nan is Policy.SKIP else None
         if known and config.on_nan in (Policy.STOP, Policy.SKIP, Policy.WARN):
-            return config.on_nan is not Policy.WARN
+            if config.on_nan is Policy.WARN:
+                return False
+            if not run.ledger.would_exceed(limit, run.groups, key):
+                run.ledger.dropped(run.step, run.groups, key)
+                return True
         event = new_event(
             run.step,
             suspicion,
@@ -75,16 +91,55 @@ class Responder:
         event = replace(event, sample_id=run.ids_of(event.sample_index) or event.sample_id)
         policy = self._policy(event)
         event = replace(event, weights=self._weights(event, policy, stepping), action=policy.value)
+        return self._decided(event, policy, key, later=optimizer is not None)
+
+    def _decided(self, event: NaNEvent, policy: Policy, key: int, *, later: bool, refused: bool = True) -> bool:
+        """Write the final event down and do what the policy says. True when the step must not be taken.
+
+        Args:
+            event: The event, complete.
+            policy: What to do.
+            key: Identity of the optimizer; 0 where there is none.
+            later: It is stepping: a state is put back when that is over.
+            refused: The step is not taken, or was undone, where the policy is one of those that go on.
+        """
+        run = self.run
+        excess = ""
+        if policy in REFUSING and refused:
+            run.ledger.dropped(run.step, run.groups, key)
+            if policy is not Policy.STOP:
+                excess = run.ledger.excess(run.config.max_skips, run.groups, key)
+        if policy is Policy.ROLLBACK:
+            event = self._went_back(event, later=later and not excess)
+        elif policy is Policy.SKIP and event.weights.startswith("damaged"):
+            note = "skipping cannot mend weights that are damaged already: use on_nan='rollback', or protect='full'"
+            event = replace(event, notes=(*event.notes, note))
+        if excess:
+            said = f"{excess}: more than max_skips={run.config.max_skips} allows"
+            event = replace(event, action="raise", notes=(*event.notes, said))
+            run.book.final(event)
+            raise NonFiniteError(
+                f"{headline(event)}. {said[0].upper()}{said[1:]} ({run.ledger.skipped_steps} in all). Mend the cause "
+                "that the event names, or allow more with max_skips (None: no limit).",
+                event,
+            )
         run.book.final(event)
         return self._act(policy, event)
 
+    def _went_back(self, event: NaNEvent, *, later: bool) -> NaNEvent:
+        said = self.keeper.go_back(later=later) if self.keeper is not None else ""
+        if said:
+            return replace(event, weights="restored", notes=(*event.notes, said))
+        note = "there was no good state to go back to yet: the step was dropped, as with 'skip'"
+        return replace(event, notes=(*event.notes, note))
+
     def _weights(self, event: NaNEvent, policy: Policy, stepping: bool) -> str:
-        step = self.run.step
         if policy is Policy.WARN and stepping:
-            return f"damaged since step {step}"
+            return f"damaged since step {event.step}"
         if weights_state(self.run.names.parameters(), ()) == "clean":
+            self.aftermath.sound()
             return "clean"
-        return f"damaged since step {step if event.phase != 'state' else 0}"
+        return f"damaged since step {event.step if event.phase != 'state' else 0}"
 
     def _explained(self, current: Session, event: NaNEvent, suspicion: Suspicion, finding: Finding | None) -> NaNEvent:
         """`_explain`, or the provisional event made final: a bug in the search must not cost the protection."""
@@ -109,7 +164,43 @@ class Responder:
         if finding is None:
             with current.off():
                 finding = self._investigate(current)
-        return self._complete(event, finding)
+        damage = self._damage_behind(finding)
+        return self._complete(event, finding) if damage is None else self._complete_damage(event, damage)
+
+    def _damage_behind(self, finding: Finding) -> Damage | None:
+        """The optimizer step that made the bad parameter which a bad step goes back to."""
+        birth = finding.trace.birth if finding.trace is not None else None
+        if birth is not None and birth.kind != BirthKind.PARAMETER.value:
+            return None
+        return self.aftermath.found(birth)
+
+    def _complete_damage(self, event: NaNEvent, damage: Damage) -> NaNEvent:
+        """The event of what an optimizer's own arithmetic did, which is that of an earlier step."""
+        steps, columns = self.run.recorder.columns(ROWS)
+        history = {name: tuple(v for v in values if v == v) for name, values in columns.items()}  # no rate: NaN
+        finding = Finding(damage.trace, damage.reproduced)
+        event = complete(event, finding, history, before_sentences(columns, steps, layer=None))
+        notes = event.notes
+        if damage.step != event.step:
+            notes = (*notes, f"found at step {event.step}, when {event.symptom}")
+        return replace(event, step=damage.step, phase="optimizer", verdict="optimizer", notes=notes)
+
+    def damaged(self, damage: Damage, *, optimizer: Any = None) -> None:
+        """What a step did is found after it.
+
+        Raises:
+            NonFiniteError: The policy says so.
+        """
+        name = damage.birth.tensor_name or "a parameter"
+        suspicion = Suspicion(note=f"the optimizer's step left {name} non-finite, from finite gradients")
+        event = new_event(damage.step, suspicion, phase="optimizer")
+        self.run.book.provisional(event)
+        event = self._complete_damage(event, damage)
+        policy = self._policy(event)
+        weights = "restored" if damage.restored else self._weights(event, policy, stepping=False)
+        event = replace(event, weights=weights, action=policy.value)
+        key = id(optimizer) if optimizer is not None else 0
+        self._decided(event, policy, key, later=False, refused=damage.restored)
 
     def _complete(self, event: NaNEvent, finding: Finding) -> NaNEvent:
         steps, columns = self.run.recorder.columns(ROWS)
@@ -149,7 +240,9 @@ class Responder:
         event = new_event(self.run.step, Suspicion(), phase="forward")
         event = replace(event, symptom=f"the step raised {type(error).__name__}")
         self.run.book.provisional(event)
-        self.run.book.final(replace(self._complete(event, finding), action="raised by the training"))
+        damage = self._damage_behind(finding)
+        event = self._complete(event, finding) if damage is None else self._complete_damage(event, damage)
+        self.run.book.final(replace(event, action="raised by the training"))
 
     def _policy(self, event: NaNEvent) -> Policy:
         chosen = self.run.config.on_nan
@@ -167,7 +260,7 @@ class Responder:
             raise NonFiniteError(str(event), event)
         if policy is Policy.STOP:
             self.run.stopped, self.run.noticed = True, False
-        return policy in (Policy.STOP, Policy.SKIP)
+        return policy in REFUSING
 
     def run_step(
         self,

@@ -9,6 +9,7 @@ import torch
 
 from nan_detector._book import Book
 from nan_detector._config import Config
+from nan_detector._ledger import Ledger
 from nan_detector._naming import Names
 from nan_detector._quiet import hidden
 from nan_detector._recorder import Recorder
@@ -27,12 +28,14 @@ class Run:
         stopped: A policy "stop" waits to be noticed by the loop.
         noticed: Somebody has asked for the events since.
         updating: The loop's own update of the weights has begun.
+        ledger: Steps taken and dropped.
     """
 
     def __init__(self, models: dict[str, torch.nn.Module], config: Config, book: Book) -> None:
         self.config = config
         self.book = book
         self.recorder = Recorder(config.history)
+        self.ledger = Ledger()
         self.lock = threading.RLock()
         self.told_step: int | None = None
         self.sample_ids: tuple[str, ...] = ()

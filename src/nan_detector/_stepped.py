@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nan_detector._damage import LastStep
 from nan_detector._gate import column_names
 
 Tensor = torch.Tensor
@@ -27,6 +28,8 @@ class Stepped:
         self.names = [known.get(id(p)) or f"optimizer parameter {i}" for i, p in enumerate(self.parameters)]
         self.owned = any(id(p) in known for p in self.parameters)
         self.counted = False  # among the optimizers that have stepped
+        self.last: LastStep | None = None  # its last step, if the gate found everything finite
+        self.state_seen: int | None = None  # identity of the state that was looked at: a checkpoint brings another
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._columns: dict[tuple[int, bool, int], tuple[str, ...]] = {}
 

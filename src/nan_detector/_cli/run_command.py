@@ -36,7 +36,7 @@ def command(
     ] = Watch.STEP.value,
     on_nan: Annotated[
         str,
-        typer.Option("--on-nan", metavar="POLICY", help="What then happens: stop, raise, warn, or skip the step."),
+        typer.Option("--on-nan", metavar="POLICY", help="What then happens: stop, raise, warn, skip, or rollback."),
     ] = Policy.STOP.value,
     log: Annotated[
         str | None,

@@ -74,6 +74,7 @@ TABLE = (
             "_elements",
             "_engine",
             "_evaluation",
+            "_forewarn",
             "_further",
             "_hazard_edges",
             "_hazard_facts",

@@ -353,6 +353,11 @@ class NaNDetector:
         return self._ledger.skipped_steps
 
     @property
+    def scaler_skips(self) -> int:
+        """How many steps a `GradScaler` did not take, because their gradients overflowed at its scale."""
+        return self._ledger.scaler_skips
+
+    @property
     def overhead_ms(self) -> float:
         """Mean time the watch took per step, in milliseconds, over the last 1000 steps; 0.0 before the first."""
         spent = list(self._overheads)

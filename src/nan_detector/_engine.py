@@ -233,6 +233,7 @@ class Engine:
         if not stepped.counted:
             stepped.counted = True
             self.optimizers.add(optimizer)
+            stepped.forewarning.met(self.run, optimizer)
             if self.keeper is not None:
                 self.keeper.met_optimizer()
             self.run.groups -= self.guessed_groups
@@ -375,7 +376,11 @@ class Engine:
     def _scaler_skipped(self, optimizer: Any, current: Session) -> None:
         if self.owns(optimizer):
             self.optimizers.add(optimizer)
-            self._judge(current)
+            self.judge.skipping = self._stepped(optimizer)
+            try:
+                self._judge(current)
+            finally:
+                self.judge.skipping = None
             self._end_of_step(current)
 
     def set_batch(self, index: int, sample_ids: tuple[str, ...], current: Session) -> None:

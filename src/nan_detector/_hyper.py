@@ -49,14 +49,18 @@ def bad_hyperparameter(optimizer: Optimizer) -> HyperProblem | None:
     Args:
         optimizer: The optimizer about to step.
     """
+    climbing = None
     for index, group in enumerate(optimizer.param_groups):
         if _looks_sound(group):
             continue
         for name in _NAMES:
             problem = _examined(index, name, group.get(name))
-            if problem is not None:
+            if problem is None:
+                continue
+            if problem.kind != "negative":
                 return problem
-    return None
+            climbing = climbing or problem  # the least of the evils: another group may hold a NaN
+    return climbing
 
 
 def eps_underflow(optimizer: Optimizer) -> list[HyperProblem]:
@@ -97,7 +101,7 @@ def _looks_sound(group: dict[str, Any]) -> bool:
             total = total + first + second
     except (TypeError, ValueError, ArithmeticError):
         return False
-    return type(total) in _REAL and 0.0 <= lr and -_INF < total < _INF
+    return type(total) in _REAL and lr >= 0.0 and -_INF < total < _INF
 
 
 def _examined(index: int, name: str, value: object) -> HyperProblem | None:

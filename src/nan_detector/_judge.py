@@ -11,9 +11,11 @@ from nan_detector._aftermath import Aftermath, BadState
 from nan_detector._errors import NonFiniteError
 from nan_detector._evaluation import Evaluation, Seen, bad_outputs
 from nan_detector._finite import read
+from nan_detector._forewarn import Forewarning
 from nan_detector._further import Further
 from nan_detector._gate import Reading, Suspicion, column_names, confirm, glance, measure, take, without_scale
 from nan_detector._hyper import HyperProblem, bad_hyperparameter
+from nan_detector._layers import absolute_maxima
 from nan_detector._naming import Names
 from nan_detector._quiet import quiet
 from nan_detector._records import GradEvent, StepRow
@@ -41,7 +43,9 @@ class Judge:
         self.evaluation = Evaluation(run.names)
         self.further = Further(run, run.config.also_watch) if run.config.also_watch else None
         self._plain = type(watch) is StepWatch and self.further is None
+        self.skipping: Stepped | None = None  # whose step a GradScaler does not take
         self._skips = Skips()
+        self._forewarning = Forewarning()  # of a loop that updates the weights itself
         self._warned_step: int | None = None
 
     def judge(
@@ -63,16 +67,18 @@ class Judge:
         """
         self.clean = False
         losses = [loss for e in pending for loss in e.unscaled or e.losses]
-        if self._plain and stepped is not None and len(losses) == 1 and current.scaler is None:
-            if not (current.looks or self.evaluation.waiting) and self._sound_at_a_glance(stepped, losses[0]):
-                self._was_clean()
-                return False
+        usual = self._plain and len(losses) == 1 and current.scaler is None
+        usual = usual and not (current.looks or self.evaluation.waiting)
+        if usual and stepped is not None and self._sound_at_a_glance(current, stepped, losses[0]):
+            self._was_clean()
+            return False
         scale = scale_in_use(current)
         if current.looks:
             self.tell_handled(current, pending)
         optimizer = stepped.optimizer() if stepped is not None else None
         with quiet():
             columns, extra = self.watch.collect()
+            layers = extra
             if given is None and stepped is not None:
                 names, grads = stepped.gradients()
             else:
@@ -95,7 +101,7 @@ class Judge:
         if scale is not None and factor is not None and still_scaled(optimizer):
             reading = without_scale(reading, scale, factor)
         overflow = scale is not None and optimizer is None
-        problem: HyperProblem | BadState | None = _damaging(optimizer)
+        problem: HyperProblem | BadState | None = self._damaging(stepped, optimizer)
         if stepped is not None and problem is None and id(optimizer.state) != stepped.state_seen:  # type: ignore[union-attr]
             problem = self.aftermath.bad_state(stepped, optimizer)
         refuse = False
@@ -113,14 +119,16 @@ class Judge:
                 overflow = False
         if scale is not None:
             if overflow:
+                self.run.ledger.scaler_skips += 1
                 suspicion = self._overflowed(current, pending)
             elif not suspicion:
                 self._skips.over(current.scaler)
-        self._record(reading, names, bool(losses), stepped, factor)
+        self._record(reading, names, bool(losses), stepped, factor, self.watch.recorded(columns, layers))
         if not suspicion:
             if reading.largest is not None and reading.largest > self.run.config.grad_norm_warn:
                 self.warn_of_norms(reading, names)
             self.watch.healthy(current, columns, extremes)
+            self._forewarn(current, reading, names, stepped, factor, overflow, columns, extremes)
             if not overflow and (names or losses):
                 self._was_clean()
         if self.further is not None:
@@ -131,14 +139,14 @@ class Judge:
         self.clean = True
         self.run.ledger.last_good_step = self.run.step
 
-    def _sound_at_a_glance(self, stepped: Stepped, loss: Tensor) -> bool:
+    def _sound_at_a_glance(self, current: Session, stepped: Stepped, loss: Tensor) -> bool:
         """The gate of an ordinary healthy step, in one piece: True when it is one, measured and recorded.
 
         Whatever is unusual gets False, and is then judged in full: what that costs is of no account.
         """
         run = self.run
         optimizer: Any = stepped.optimizer()
-        if _damaging(optimizer) is not None or id(optimizer.state) != stepped.state_seen:
+        if self._damaging(stepped, optimizer) is not None or id(optimizer.state) != stepped.state_seen:
             return False
         with quiet():
             names, grads = stepped.gradients()
@@ -152,6 +160,9 @@ class Judge:
                 run.recorder.append(run.step, reading.row, lr, None)
         if run.book.log is not None:
             run.book.write(StepRow(run.step, reading.loss, reading.total, reading.largest, lr, None))
+        if stepped.call != current.steps:
+            stepped.call = current.steps
+            stepped.forewarning.feed(run, optimizer, reading, names, lr)
         return True
 
     def _hit(self, current: Session, suspicion: Suspicion, pending: list[Entry], optimizer: Any) -> bool:
@@ -197,7 +208,13 @@ class Judge:
     # -- the record ----------------------------------------------------------------------------------------------------
 
     def _record(
-        self, reading: Reading, names: list[str], has_loss: bool, stepped: Stepped | None, scale: float | None
+        self,
+        reading: Reading,
+        names: list[str],
+        has_loss: bool,
+        stepped: Stepped | None,
+        scale: float | None,
+        further: tuple[tuple[str, ...], Tensor] | None,
     ) -> None:
         if not names and not has_loss:
             return
@@ -206,13 +223,60 @@ class Judge:
         optimizer = stepped.optimizer() if stepped is not None else None
         rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
         lr = float(rate) if isinstance(rate, (int, float)) else None
+        row = reading.row
+        if further is not None:
+            columns = (*further[0], *columns)
+            with quiet():
+                row = torch.cat([further[1].to(row), row])
         with quiet(), run.lock:
             run.recorder.set_columns(columns)
-            run.recorder.append(run.step, reading.row, lr, scale)
+            run.recorder.append(run.step, row, lr, scale)
         if run.book.log is not None and reading.loss is not None:
             run.book.write(StepRow(run.step, reading.loss, reading.total, reading.largest, lr, scale))
 
     # -- warnings ------------------------------------------------------------------------------------------------------
+
+    def _forewarn(
+        self,
+        current: Session,
+        reading: Reading,
+        names: list[str],
+        stepped: Stepped | None,
+        scale: float | None,
+        skipped: bool,
+        columns: list[str],
+        extremes: list[float],
+    ) -> None:
+        """Feed the early warnings of the optimizer whose step this is."""
+        if not names and reading.loss is None:
+            return
+        mine = stepped or self.skipping
+        if mine is not None:
+            if mine.call == current.steps and mine.optimizer() in current.stepping:
+                return  # a further evaluation of a closure: a line search goes where no step goes
+            mine.call = current.steps
+        optimizer = mine.optimizer() if mine is not None else None
+        rate = optimizer.param_groups[0].get("lr") if optimizer is not None else None
+        (self._forewarning if mine is None else mine.forewarning).feed(
+            self.run,
+            optimizer,
+            reading,
+            names,
+            float(rate) if isinstance(rate, (int, float)) else None,
+            scale,
+            skipped,
+            absolute_maxima(columns, extremes),
+            self.watch.limits,
+        )
+
+    def _damaging(self, stepped: Stepped | None, optimizer: Any) -> HyperProblem | None:
+        """A hyperparameter that makes weights non-finite. A negative learning rate is finite: it climbs."""
+        problem = bad_hyperparameter(optimizer) if optimizer is not None else None
+        if problem is None or problem.kind != "negative":
+            return problem
+        if stepped is not None:
+            stepped.forewarning.negative(self.run, optimizer, problem)
+        return None
 
     def check_grad_norms(self, current: Session) -> bool:
         """Look at the gradient norms now. True when a warning was logged in this call."""
@@ -276,12 +340,6 @@ class Judge:
             where = f" at {location.file}:{location.line}" if location is not None else ""
             message = f"step {look.step}: the loop saw that a loss was not finite{where}, and did not train on it"
             self.run.warn("handled", message, step=look.step, value=look.value, location=location)
-
-
-def _damaging(optimizer: Any) -> HyperProblem | None:
-    """A hyperparameter that makes weights non-finite. A negative learning rate is finite: it climbs."""
-    problem = bad_hyperparameter(optimizer) if optimizer is not None else None
-    return None if problem is None or problem.kind == "negative" else problem
 
 
 def parameters_with_gradients(names: Names) -> Iterator[tuple[str, Tensor]]:

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from nan_detector._before import ABS_MAX_OF
 from nan_detector._naming import Names
 from nan_detector._quiet import quiet
+from nan_detector._recorder import ABSENT
 from nan_detector._state import is_replaying
 from nan_detector._tape import tensors_in
 
@@ -32,6 +34,10 @@ class Layers:
         self, models: list[torch.nn.Module], names: Names, skip_types: tuple[type, ...], inputs: bool, backward: bool
     ) -> None:
         self.columns: list[str] = []
+        #: Largest finite value of each layer's output, without what is not an output. Made anew when one changes.
+        self.limits: dict[str, float] = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._recorded: tuple[str, ...] = ()
         self._slots: dict[str, int] = {}
         self._seen: dict[int, tuple[Tensor, Tensor]] = {}
         self._handles: list[Any] = []
@@ -71,6 +77,10 @@ class Layers:
         if slot is None:
             slot = self._slots[path] = len(self.columns)
             self.columns.append(path)
+        if self._dtypes.get(path) is not t.dtype:
+            self._dtypes[path] = t.dtype
+            if not path.endswith((" input", " gradient")):
+                self.limits = {**self.limits, path: torch.finfo(t.dtype).max}
         known = self._seen.get(slot)
         if known is not None:
             low, high = torch.minimum(known[0], low.to(known[0])), torch.maximum(known[1], high.to(known[1]))
@@ -90,6 +100,26 @@ class Layers:
                 for v in pair
             ]
             return [self.columns[slot] for slot in seen], torch.cat(flat)
+
+    def recorded(self, columns: list[str], values: Tensor | None) -> tuple[tuple[str, ...], Tensor] | None:
+        """Names and largest magnitudes for the flight recorder: of all layers, however many took part in this step.
+
+        Args:
+            columns: Layers seen, from `collect`.
+            values: Their least and greatest values, from `collect`.
+        """
+        if values is None:
+            return None
+        if len(self._recorded) != len(self.columns):
+            self._recorded = tuple(f"{ABS_MAX_OF}{name}" for name in self.columns)
+        with quiet():
+            largest = values.view(-1, 2).abs().amax(1)
+            if len(columns) == len(self.columns) and columns == self.columns:
+                return self._recorded, largest
+            # A row of its own for each selection of layers would make a ring of its own for each.
+            every = torch.full((len(self.columns),), ABSENT, dtype=largest.dtype, device=largest.device)
+            at = torch.tensor([self._slots[name] for name in columns], device=largest.device)
+            return self._recorded, every.index_copy_(0, at, largest)
 
 
 class LayerHook:

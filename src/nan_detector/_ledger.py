@@ -15,11 +15,13 @@ class Ledger:
         last_good_step: Step of the last gate that found everything finite.
         skipped_steps: Steps that were not taken because they were bad; several optimizers refused at one step count
             once.
+        scaler_skips: Steps that a GradScaler did not take.
     """
 
     def __init__(self) -> None:
         self.last_good_step: int | None = None
         self.skipped_steps = 0
+        self.scaler_skips = 0
         #: By optimizer: how many of its steps in a row were dropped, and the position of the last.
         self.rows: dict[int, tuple[int, int]] = {}
         self._dropped: deque[int] = deque(maxlen=WINDOW)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nan_detector._before import GRAD_NORM, GRAD_NORM_OF, LEARNING_RATE, LOSS, LOSS_SCALE, MAX_GRAD_NORM
+from nan_detector._before import ABS_MAX_OF, GRAD_NORM, GRAD_NORM_OF, LEARNING_RATE, LOSS, LOSS_SCALE, MAX_GRAD_NORM
 from nan_detector._records import StepRow
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Sets of columns kept at the same time: an optimizer per network, or a parameter that was frozen on the way.
 MOST_TABLES = 4
+#: Stands for a layer that took no part in a step, where a largest magnitude would.
+ABSENT = -1.0
 _RESERVED = (LEARNING_RATE, LOSS_SCALE)
 
 
@@ -313,7 +315,8 @@ def _as_columns(found: Sequence[_Row]) -> tuple[list[int], dict[str, list[float 
     columns: dict[str, list[float | None]] = {name: [None] * len(found) for name in names}
     for i, (_, row_names, values) in enumerate(found):
         for name, value in zip(row_names, values, strict=True):
-            columns[name][i] = value
+            if value != ABSENT or not name.startswith(ABS_MAX_OF):
+                columns[name][i] = value
     columns[LEARNING_RATE] = [n.lr for n, _, _ in found]
     columns[LOSS_SCALE] = [n.loss_scale for n, _, _ in found]
     return [n.step for n, _, _ in found], columns

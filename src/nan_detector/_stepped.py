@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from nan_detector._damage import LastStep
+from nan_detector._forewarn import Forewarning
 from nan_detector._gate import column_names
 
 Tensor = torch.Tensor
@@ -30,6 +31,8 @@ class Stepped:
         self.counted = False  # among the optimizers that have stepped
         self.last: LastStep | None = None  # its last step, if the gate found everything finite
         self.state_seen: int | None = None  # identity of the state that was looked at: a checkpoint brings another
+        self.forewarning = Forewarning()
+        self.call = -1  # the call of a step that the early warnings were fed in last
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._columns: dict[tuple[int, bool, int], tuple[str, ...]] = {}
 

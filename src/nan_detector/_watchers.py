@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +29,7 @@ Tensor = torch.Tensor
 
 #: Times that the births of one line are looked for in the modules that are alive.
 MAX_SEARCHES = 3
+_NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 class StepWatch:
@@ -45,6 +47,15 @@ class StepWatch:
     def collect(self) -> tuple[list[str], Tensor | None]:
         """Names and device values to be read along with the gate's."""
         return [], None
+
+    def recorded(self, columns: list[str], values: Tensor | None) -> tuple[tuple[str, ...], Tensor] | None:
+        """What of `collect` goes into the flight recorder: names of columns, and a vector on the device."""
+        return None
+
+    @property
+    def limits(self) -> Mapping[str, float]:
+        """Largest finite value of each layer's output."""
+        return _NOTHING
 
     def healthy(self, current: Session, columns: list[str], extremes: list[float]) -> None:
         """The gate found nothing."""
@@ -81,6 +92,13 @@ class LayerWatch(StepWatch):
 
     def collect(self) -> tuple[list[str], Tensor | None]:
         return self.layers.collect()
+
+    def recorded(self, columns: list[str], values: Tensor | None) -> tuple[tuple[str, ...], Tensor] | None:
+        return self.layers.recorded(columns, values)
+
+    @property
+    def limits(self) -> Mapping[str, float]:
+        return self.layers.limits
 
     def healthy(self, current: Session, columns: list[str], extremes: list[float]) -> None:
         new = [name for name in suspicious_layers(columns, extremes) if name not in self._looked_into]

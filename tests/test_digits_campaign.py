@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from nan_detector import NaNDetector
 
@@ -40,22 +41,26 @@ def accuracy(seed: int, steps: int, on_nan: str | None) -> tuple[float, int, NaN
     x, y = digits()
     order = torch.randperm(len(x))
     train, test = order[:1200], order[1200:]
-    loader = DataLoader(TensorDataset(x[train], y[train]), batch_size=64, shuffle=True)
+    dice, thrown = random.Random(seed), 0
+
+    def collate(samples: list[Any]) -> Any:
+        nonlocal thrown
+        inputs, labels = default_collate(samples)
+        if on_nan is not None and dice.random() < SHARE:
+            inputs[dice.randrange(len(inputs)), dice.randrange(64)] = float("nan")
+            thrown += 1
+        return inputs, labels
+
+    loader = DataLoader(TensorDataset(x[train], y[train]), batch_size=64, shuffle=True, collate_fn=collate)
     model = Classifier()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, total_iters=steps)
-    dice = random.Random(seed)
     det = None if on_nan is None else NaNDetector(model, on_nan=on_nan, stop_on_first=False, verbose=False)
     if det is not None:
         det.attach()
-    step = thrown = 0
+    step = 0
     while step < steps:
-        for inputs, labels in loader:
-            if step == steps:
-                break
-            if dice.random() < SHARE and on_nan is not None:
-                inputs[dice.randrange(len(inputs)), dice.randrange(64)] = float("nan")
-                thrown += 1
+        for inputs, labels in islice(loader, steps - step):
             optimizer.zero_grad()
             F.cross_entropy(model(inputs), labels).backward()
             optimizer.step()

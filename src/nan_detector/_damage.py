@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,8 +31,7 @@ _MEANS = ("exp_avg", "grad_avg", "momentum_buffer")
 _FAST_FORMS = ("foreach", "fused", "capturable")
 
 
-@dataclass(frozen=True, slots=True)
-class LastStep:
+class LastStep(NamedTuple):  # made in every step
     """The step an optimizer took last, after a gate that found everything finite.
 
     Attributes:

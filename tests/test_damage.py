@@ -225,6 +225,23 @@ def test_a_step_that_cannot_be_taken_again_is_still_named() -> None:
     assert any("is not known" in note for note in event.notes)
 
 
+def test_a_training_that_notices_the_bad_weights_itself() -> None:
+    kind = KINDS["centered rmsprop"]
+    at = first_damage(kind)
+    seed_all()
+    model = Scorer()
+    optimizer = kind.make(model.parameters())
+    det = detector(model)
+    with pytest.raises(ValueError, match="the loss"), det:
+        for i in range(at + 3):
+            loss = model(constant(i, torch.float32)).mean()
+            if not bool(loss.isfinite()):
+                raise ValueError("the loss is bad")
+            step(model, optimizer, constant(i, torch.float32))
+    check(det.event, kind, at)
+    assert det.event is not None and det.event.weights == f"damaged since step {at}"
+
+
 # ------------------------------------------------------------------------------------------------------- state
 
 
@@ -285,15 +302,15 @@ def test_state_that_is_spoilt_in_place_is_blamed_for_the_weights() -> None:
     with detector(model) as det:
         for i in range(5):
             step(model, optimizer, torch.randn(16, 8))
-            if i == 2:
+            if i == 0:  # before the look in passing, every fourth step
                 optimizer.state[model.head.weight]["exp_avg"].view(-1)[1] = float("nan")
             if det.triggered:
                 break
     event = det.event
-    assert event is not None and (event.step, event.phase) == (3, "optimizer")
+    assert event is not None and (event.step, event.phase) == (1, "optimizer")
     assert event.tensor_name == "optimizer.state[head.weight]['exp_avg']"
     assert event.cause is not None and event.cause.code == "optimizer_state_non_finite"
-    assert event.weights == "damaged since step 3"
+    assert event.weights == "damaged since step 1"
 
 
 class Extremes(torch.optim.SGD):

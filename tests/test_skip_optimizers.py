@@ -204,6 +204,26 @@ def test_when_step_raises(raises_at: int) -> None:
     assert same(train(make, False, step), train(make, True, step))
 
 
+def test_a_step_tried_again_after_it_raised_is_judged() -> None:
+    seed_all()
+    model = Net(batch_norm=False)
+    optimizer = SometimesRaises(model.parameters())
+    with detector(model, on_nan="skip", replay="off") as det:
+        for i in range(4):
+            optimizer.zero_grad()
+            F.cross_entropy(model(batch(i)[0]), batch(i)[1]).backward()
+            optimizer.angry = i == 2
+            try:
+                optimizer.step()
+            except RuntimeError:
+                optimizer.angry = False
+                for p in model.parameters():
+                    p.grad = torch.full_like(p, float("nan"))
+                optimizer.step()
+    assert det.event is not None and det.event.step == 2 and det.skipped_steps == 1
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
 @pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop"])
 def test_raise_leaves_everything_as_it_was(name: str) -> None:
     def make(model: nn.Module) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -44,6 +46,9 @@ MAX_UNJUDGED = 64
 MAX_IDLE = 8
 
 _LEVELS = {Watch.STEP: StepWatch, Watch.LAYERS: LayerWatch, Watch.OPS: OpWatch}
+#: Where the function is that runs the hooks around an optimizer's step.
+_OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
+
 
 
 class Engine:
@@ -215,7 +220,7 @@ class Engine:
         """The gate. None lets the step through; a replaced call takes its place."""
         if self.standing_down or is_stand_in(optimizer):
             return None
-        if current.stepping and _is_among(optimizer, current.stepping):
+        if current.stepping and _is_within_step(optimizer):
             return None  # a subclass that calls `super().step()` fires the hooks again, within one and the same step
         return self.contain(self._before_step, optimizer, args, kwargs, current)
 
@@ -300,7 +305,7 @@ class Engine:
     def after_step(self, optimizer: Any, current: Session) -> None:
         """The step was taken or stood in for."""
         stepped = self._stepped_by.get(id(optimizer))
-        if current.stepping and _is_among(optimizer, current.stepping):
+        if current.stepping and _is_within_step(optimizer):
             return
         if stepped is not None and stepped.owned and not self.standing_down:
             self.contain(self._after_step, stepped, current)
@@ -432,5 +437,15 @@ class Engine:
                 self.responder.damaged(damage)
 
 
-def _is_among(optimizer: Any, others: list[Any]) -> bool:
-    return any(o is optimizer for o in others)
+def _is_within_step(optimizer: Any) -> bool:
+    """True in a hook of an optimizer's step that runs within another step of the same optimizer.
+
+    The marks of a session do not tell: a step that raised leaves its own behind until the next forward.
+    """
+    depth = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == _OPTIMIZER_FILE:
+            depth += frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return depth > 1

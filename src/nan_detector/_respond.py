@@ -242,7 +242,8 @@ class Responder:
         self.run.book.provisional(event)
         damage = self._damage_behind(finding)
         event = self._complete(event, finding) if damage is None else self._complete_damage(event, damage)
-        self.run.book.final(replace(event, action="raised by the training"))
+        weights = self._weights(event, Policy.STOP, stepping=False)
+        self.run.book.final(replace(event, weights=weights, action="raised by the training"))
 
     def _policy(self, event: NaNEvent) -> Policy:
         chosen = self.run.config.on_nan

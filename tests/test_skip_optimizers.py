@@ -267,6 +267,42 @@ def test_of_two_optimizers_only_the_bad_one_is_stopped() -> None:
     assert same(run(False), run(True))
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Steps another optimizer within its own step, and follows it with slow weights."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base = base
+        self.param_groups = base.param_groups
+        self.slow = [p.detach().clone() for g in self.param_groups for p in g["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.base.step()
+        for p, slow in zip((p for g in self.param_groups for p in g["params"]), self.slow, strict=True):
+            slow.add_(p - slow, alpha=0.5)
+            p.copy_(slow)
+
+
+@pytest.mark.parametrize("options", [{}, {"protect": "full"}])
+def test_an_optimizer_around_another_one_is_one_step(options: dict[str, Any]) -> None:
+    def run(watched: bool) -> Any:
+        seed_all()
+        model = Net(batch_norm=False)
+        optimizer = Lookahead(torch.optim.Adam(model.parameters(), lr=0.01))
+        det = detector(model, on_nan="skip", stop_on_first=False, replay="off", **options)
+        if watched:
+            det.attach()
+        for i in range(STEPS):
+            plain(model, optimizer, i, i in BAD, not watched)
+        det.detach()
+        if watched:
+            assert [e.step for e in det.all_events] == list(BAD) and det.skipped_steps == len(BAD)
+        return picture(model, optimizer.base), optimizer.slow
+
+    assert same(run(False), run(True))
+
+
 def test_a_subclass_that_calls_super_is_one_step() -> None:
     """PyTorch's hooks fire twice in such a step, once a class that has been instantiated by itself."""
     torch.optim.Adam([torch.zeros(1)])

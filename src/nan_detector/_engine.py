@@ -45,11 +45,11 @@ MAX_UNJUDGED = 64
 #: Root calls without gradients that are kept: a teacher's, a target network's, not those of a whole evaluation.
 MAX_IDLE = 8
 
-_LEVELS = {Watch.STEP: StepWatch, Watch.LAYERS: LayerWatch, Watch.OPS: OpWatch}
 #: Where the function is that runs the hooks around an optimizer's step.
 _OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 
 
+_LEVELS = {Watch.STEP: StepWatch, Watch.LAYERS: LayerWatch, Watch.OPS: OpWatch}
 
 class Engine:
     """The working half of a `NaNDetector`, from attach to detach."""
@@ -324,8 +324,10 @@ class Engine:
 
     def _after_step(self, stepped: Stepped, current: Session) -> None:
         try:
-            if self.keeper is not None:
+            if self.keeper is not None and not nested:
                 self.keeper.moved = False
+        # An optimizer around another one (Lookahead) steps it within its own step: both together are one.
+        nested = bool(current.stepping) and _is_within_step(None)
                 self.keeper.settle()
             damage = self.aftermath.undone(stepped) if self.aftermath.full else None
             if damage is not None:
@@ -333,7 +335,8 @@ class Engine:
             if self.run.ledger.rows:
                 self.run.ledger.stepped(self.run.groups, id(stepped.optimizer()))
         finally:
-            self._end_of_step(current)
+            if not nested:
+                self._end_of_step(current)
 
     def _forget(self, current: Session) -> None:
         """What was judged leaves the tape; what only other detectors of this thread watch stays for them."""
@@ -438,7 +441,7 @@ class Engine:
 
 
 def _is_within_step(optimizer: Any) -> bool:
-    """True in a hook of an optimizer's step that runs within another step of the same optimizer.
+    """True in a hook of an optimizer's step that runs within another step of the same optimizer (None: of any).
 
     The marks of a session do not tell: a step that raised leaves its own behind until the next forward.
     """
@@ -446,6 +449,6 @@ def _is_within_step(optimizer: Any) -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == _OPTIMIZER_FILE:
-            depth += frame.f_locals.get("self") is optimizer
+            depth += optimizer is None or frame.f_locals.get("self") is optimizer
         frame = frame.f_back
     return depth > 1

@@ -25,6 +25,7 @@ CONTRACT = [
     "boundary_of_domain",
     "division_by_zero",
     "determinant_not_positive",
+    "singular_matrix",
     "reduction_of_empty",
     "std_of_one",
     "zero_times_inf",

@@ -137,6 +137,14 @@ def slogdet_singular() -> Trace:
     return traced(born("linalg_slogdet", [w], torch.linalg.slogdet(w)[1], elementwise=False))
 
 
+def solver(op: str, rows: list[list[float]]) -> Trace:
+    a = torch.tensor(rows)
+    if op == "linalg_inv_ex":
+        return traced(born(op, [a], torch.linalg.inv_ex(a)[0], elementwise=False))
+    b = torch.ones(2, 1)
+    return traced(born(op, [a, b], torch.linalg.solve_triangular(a, b, upper=True), elementwise=False))
+
+
 def log_of_det() -> Trace:
     d = torch.linalg.det(-torch.eye(3))[None]
     return traced(born("log", [d], torch.log(d), line="ld = torch.log(torch.det(self.W))"))
@@ -226,6 +234,12 @@ FIRES = [
         slogdet_singular,
         "The determinant of the matrix of shape (3, 3) is 0 (the result is infinite).",
     ),
+    (
+        "singular_matrix",
+        lambda: solver("linalg_inv_ex", [[1.0, 2.0], [2.0, 4.0]]),
+        "torch.linalg_inv_ex met a matrix of shape (2, 2) without an inverse.",
+    ),
+    ("singular_matrix", lambda: solver("linalg_solve_triangular", [[1.0, 2.0], [0.0, 0.0]]), None),
     ("reduction_of_empty", lambda: empty("mean"), "err.mean got a tensor of shape (0, 4): no elements."),
     ("reduction_of_empty", lambda: empty("mse_loss"), None),
     ("reduction_of_empty", lambda: empty("var"), None),
@@ -261,6 +275,8 @@ NEAR = [
     ("underflow_to_zero", lambda: division([0.0, 1.0], [0.0, 0.5]), "division_by_zero"),
     ("underflow_to_zero", lambda: division([1e-3, 1.0], [0.0, 1e-20]), "division_by_zero"),
     ("determinant_not_positive", lambda: one_argument("log", [-1.0]), "log_of_negative"),
+    ("singular_matrix", slogdet_singular, "determinant_not_positive"),
+    ("determinant_not_positive", lambda: solver("linalg_inv_ex", [[1.0, 2.0], [2.0, 4.0]]), "singular_matrix"),
     ("reduction_of_empty", lambda: spread_of("std", (1, 3)), "std_of_one"),
     ("std_of_one", lambda: empty("var"), "reduction_of_empty"),
 ]

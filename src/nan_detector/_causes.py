@@ -130,6 +130,16 @@ _DOMAIN = (
         "A parametrisation that cannot become singular, or slogdet with the sign checked, removes the cliff.",
     ),
     _C(
+        "singular_matrix",
+        "matrix has no inverse",
+        "Solving or inverting divides by a pivot, and one of them is 0 to the precision of the dtype.",
+        "Add a multiple of the identity before (A + eps * torch.eye(n)), or use torch.linalg.lstsq or pinv.",
+        "Two equal rows, fewer samples than features or a zero on the diagonal leave a matrix without an inverse. "
+        "torch.linalg.inv and solve raise then; inv_ex, solve_ex, solve_triangular and cholesky_inverse go on with "
+        "infinities. "
+        "A ridge (A + eps I) makes every pivot positive when A is a Gram or covariance matrix.",
+    ),
+    _C(
         "reduction_of_empty",
         "mean over nothing",
         "The average of no elements is 0/0.",

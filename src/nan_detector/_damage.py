@@ -8,7 +8,7 @@ tracer: an operation that goes bad at the same elements is the one.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from nan_detector._isolate import isolated_copy
 from nan_detector._lineage import Gen, Line
 from nan_detector._origin import birth_of
 from nan_detector._quiet import quiet
-from nan_detector._source import Mark, location_of
+from nan_detector._source import Mark, is_user_code, location_of
 from nan_detector._trace import Birth, BirthKind
 from nan_detector._tracer import OpTracer
 
@@ -140,11 +140,14 @@ def birth_in_step(
     gen = _step_again(optimizer, harm, exact, exact or gradients)
     if gen is None:
         return None
+    birth = birth_of(gen)
+    # An optimizer of the user's own has a line in its step; of torch's, the line that called it is the innermost one.
+    within = birth.location if is_user_code(getattr(_step_of(optimizer), "__code__", None)) else None
     return replace(
-        birth_of(gen),
+        birth,
         phase="optimizer",
         call=f"{type(optimizer).__name__}.step",
-        location=location_of(mark) if mark is not None else None,
+        location=within or (location_of(mark) if mark is not None else None),
         layer_name=None,
         module_type=None,
         tensor_name=harm.name,
@@ -174,10 +177,9 @@ def _step_again(optimizer: Any, harm: Harm, exact: bool, gradients: bool) -> Gen
     if mine is None:
         return None
     tracer = OpTracer(outside=lambda t: None)
-    step: Callable[..., Any] = inspect.unwrap(type(optimizer).step)
     try:
         with torch.no_grad(), tracer:
-            step(twin)
+            _step_of(optimizer)(twin)
     except Exception:  # a user's optimizer may not like a copy, and some need a closure: then this is all there is
         pass
     with quiet():
@@ -188,6 +190,11 @@ def _step_again(optimizer: Any, harm: Harm, exact: bool, gradients: bool) -> Gen
         same = bool((_finite.bad_mask(made) & _finite.bad_mask(harm.tensor)).any())
     born = sorted((g for g in line if not g.intended and g.kind is BirthKind.OPERATION), key=lambda g: g.order)
     return born[0] if born and same else None
+
+
+def _step_of(optimizer: Any) -> Any:
+    """The function of its class that takes a step, without what torch wraps around it."""
+    return inspect.unwrap(type(optimizer).step)
 
 
 def _make_finite(p: Tensor, state: Any) -> None:

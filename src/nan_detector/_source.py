@@ -27,6 +27,7 @@ __all__ = [
     "frame_self",
     "here",
     "here_until",
+    "is_user_code",
     "location_of",
     "source_context",
 ]
@@ -243,6 +244,11 @@ def source_context(location: Location, before: int = 1, after: int = 0) -> list[
     texts = [lines[n - 1].rstrip().expandtabs(4) for n in numbers]
     indent = min((len(t) - len(t.lstrip()) for t in texts if t), default=0)
     return [(n, clean(t[indent:])[:MAX_LINE]) for n, t in zip(numbers, texts, strict=True)]
+
+
+def is_user_code(code: object) -> bool:
+    """True for the code of a function that the user, and no library, wrote."""
+    return isinstance(code, types.CodeType) and _is_user(code.co_filename)
 
 
 def _is_user(filename: str) -> bool:

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from nan_detector._causes import cause
-from nan_detector._diagnosis.facts import Rule, base_op, is_derivative, mentions, op_of, operands, user_written
-from nan_detector._records import Cause
+from nan_detector._diagnosis.facts import (
+    Rule,
+    base_op,
+    inputs_finite,
+    is_derivative,
+    mentions,
+    op_of,
+    operands,
+    user_written,
+)
+from nan_detector._records import Cause, TensorStats
 from nan_detector._trace import Birth, Trace
 
 _DETERMINANTS = (
@@ -17,6 +26,11 @@ _DETERMINANTS = (
         "linalg_cholesky_ex",
         "linalg_ldl_factor_ex",
     ),
+)
+#: They go on where linalg.inv and solve raise.
+_SOLVERS = (
+    *("linalg_inv_ex", "linalg_inv", "inverse", "linalg_solve_ex", "linalg_solve", "linalg_lu_solve", "lu_solve"),
+    *("linalg_solve_triangular", "triangular_solve", "cholesky_solve", "cholesky_inverse", "linalg_tensorinv"),
 )
 _DECOMPOSITIONS = (
     *("linalg_svd", "linalg_eigh", "linalg_eig", "linalg_qr", "geqrf", "linalg_pinv", "linalg_lstsq", "svd_lowrank"),
@@ -31,6 +45,15 @@ def determinant_not_positive(birth: Birth, trace: Trace) -> Cause | None:
     return _determinant(birth) if user_written(birth) and (inside or op in _DETERMINANTS) else None
 
 
+def singular_matrix(birth: Birth, trace: Trace) -> Cause | None:
+    """An inverse or the solution of a system, of a finite matrix that has none."""
+    if is_derivative(birth) or op_of(birth) not in _SOLVERS or not inputs_finite(birth):
+        return None
+    matrix = _square(birth)
+    shape = f" of shape {tuple(matrix.shape)}" if matrix is not None else ""
+    return cause("singular_matrix", f"{birth.call or birth.op} met a matrix{shape} without an inverse.")
+
+
 def determinant_in_log(birth: Birth, trace: Trace) -> Cause | None:
     """log(det(A)) by hand: the logarithm failed, because of the determinant."""
     by_hand = user_written(birth, "log", "log2", "log10") and mentions(birth, r"\bdet\s*\(|\.det\b")
@@ -38,12 +61,16 @@ def determinant_in_log(birth: Birth, trace: Trace) -> Cause | None:
 
 
 def _determinant(birth: Birth) -> Cause:
-    matrix = next((s for s in operands(birth) if len(s.shape) >= 2 and s.shape[-1] == s.shape[-2]), None)
+    matrix = _square(birth)
     shape = f" of shape {tuple(matrix.shape)}" if matrix is not None else ""
     sign = "0 or negative"
     if birth.output is not None:
         sign = "negative (the result is NaN)" if birth.output.nan_count else "0 (the result is infinite)"
     return cause("determinant_not_positive", f"The determinant of the matrix{shape} is {sign}.")
+
+
+def _square(birth: Birth) -> TensorStats | None:
+    return next((s for s in operands(birth) if len(s.shape) >= 2 and s.shape[-1] == s.shape[-2]), None)
 
 
 def determinant_gradient(birth: Birth, trace: Trace) -> Cause | None:
@@ -65,7 +92,7 @@ def degenerate_decomposition(birth: Birth, trace: Trace) -> Cause | None:
 
 
 #: In the forward.
-DETERMINANT: tuple[Rule, ...] = (determinant_not_positive,)
+DETERMINANT: tuple[Rule, ...] = (determinant_not_positive, singular_matrix)
 #: After the logarithm's own rules.
 IN_LOG: tuple[Rule, ...] = (determinant_in_log,)
 #: In the backward.

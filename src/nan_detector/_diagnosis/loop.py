@@ -149,7 +149,9 @@ def optimizer_state_overflow(birth: Birth, trace: Trace) -> Cause | None:
     op = op_of(birth)
     if by_operation(birth):
         squares = op in ("addcmul", "pow", "mul", "lerp", "mean", "norm")
-        if not squares or not in_optimizer_step(birth) or not overflowed(birth):
+        # One of the user's own is named by a line within its step, which need not say so.
+        stepping = in_optimizer_step(birth) or (birth.phase == "optimizer" and (birth.call or "").endswith(".step"))
+        if not squares or not stepping or not overflowed(birth):
             return None
         sizes = [max(abs(s.min), abs(s.max)) for s in operands(birth)[-1:] if s.min is not None and s.max is not None]
         greatest = f" of up to {number(sizes[0])}" if sizes else ""

@@ -101,6 +101,7 @@ TABLE = (
             "_replay",
             "_respond",
             "_roots",
+            "_rounds",
             "_run",
             "_run_step",
             "_samples",

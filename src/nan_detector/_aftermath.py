@@ -59,10 +59,19 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class BadState:
-    """An optimizer's state that is not finite before a step: what `HyperProblem` is for a learning rate."""
+    """State that is not finite before a step: what `HyperProblem` is for a learning rate.
+
+    Attributes:
+        message: What it is, for a person.
+        birth: The tensor.
+        since: The weights may be damaged since that step; None where they are not known to be.
+        notes: Where it may come from.
+    """
 
     message: str
     birth: Birth
+    since: int | None = None
+    notes: tuple[str, ...] = ("the state was found so before the first step with it: look at where it was loaded",)
 
 
 class Aftermath:
@@ -186,8 +195,9 @@ class Aftermath:
                 continue
             stepped.last = None
             with quiet():
-                harm = next(harms(optimizer, self.run.ours), None)
-                moment = next(harms(optimizer, self.run.ours, state=True), None)
+                told = {e.tensor_name for e in self.run.book.events}  # found in passing, and not by this step's doing
+                harm = next((h for h in harms(optimizer, self.run.ours) if h.name not in told), None)
+                moment = next((h for h in harms(optimizer, self.run.ours, state=True) if h.name not in told), None)
             if harm is not None:
                 damage = self._explained(optimizer, harm, last, None, gradients=True)
                 if damage is not None:

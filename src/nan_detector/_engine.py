@@ -25,6 +25,7 @@ from nan_detector._keeper import Keeper
 from nan_detector._quiet import hidden
 from nan_detector._respond import Responder
 from nan_detector._roots import Roots
+from nan_detector._rounds import Rounds
 from nan_detector._run import Run
 from nan_detector._session import Session, session
 from nan_detector._skip import cancelled, closure_of, is_stand_in, judged
@@ -48,8 +49,8 @@ MAX_IDLE = 8
 #: Where the function is that runs the hooks around an optimizer's step.
 _OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 
-
 _LEVELS = {Watch.STEP: StepWatch, Watch.LAYERS: LayerWatch, Watch.OPS: OpWatch}
+
 
 class Engine:
     """The working half of a `NaNDetector`, from attach to detach."""
@@ -74,7 +75,7 @@ class Engine:
                 self.run, self.owns, self.optimizers, config.snapshot_every, on_host=config.snapshot_on_host
             )
         self.responder = Responder(self.run, self.watch, self.aftermath, self.keeper)
-        self.judge = Judge(self.run, self.watch, self.responder, self.aftermath)
+        self.judge = Judge(self.run, self.watch, self.responder, self.aftermath, Rounds(self.run, self._stepped_by))
         self.hazards = Hazards(self.run, self.watch)
         self.roots = Roots(list(models.values()), self.on_enter, self.on_leave, self.contain)
 
@@ -116,6 +117,7 @@ class Engine:
         self.run.watch({**models, key: model})
         self.judge.evaluation.names = self.run.names
         self._stepped_by.clear()
+        self.judge.rounds = Rounds(self.run, self._stepped_by)
         self.roots.add(model)
 
     def contain(self, work: Callable[..., T], *args: Any) -> T | None:
@@ -239,6 +241,7 @@ class Engine:
             stepped.counted = True
             self.optimizers.add(optimizer)
             stepped.forewarning.met(self.run, optimizer)
+            self.judge.rounds.met(optimizer)
             if self.keeper is not None:
                 self.keeper.met_optimizer()
             self.run.groups -= self.guessed_groups
@@ -323,11 +326,11 @@ class Engine:
         return found
 
     def _after_step(self, stepped: Stepped, current: Session) -> None:
+        # An optimizer around another one (Lookahead) steps it within its own step: both together are one.
+        nested = bool(current.stepping) and _is_within_step(None)
         try:
             if self.keeper is not None and not nested:
                 self.keeper.moved = False
-        # An optimizer around another one (Lookahead) steps it within its own step: both together are one.
-        nested = bool(current.stepping) and _is_within_step(None)
                 self.keeper.settle()
             damage = self.aftermath.undone(stepped) if self.aftermath.full else None
             if damage is not None:

@@ -11,7 +11,7 @@ from nan_detector._early import EarlyWarnings
 from nan_detector._early_layers import DEAD_AFTER, zero_streaks
 from nan_detector._gate import Reading
 from nan_detector._hyper import HyperProblem, eps_underflow
-from nan_detector._quiet import quiet
+from nan_detector._quiet import hidden, quiet
 from nan_detector._run import Run
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -33,7 +33,9 @@ class Forewarning:
 
     def met(self, run: Run, optimizer: Any) -> None:
         """The optimizer is about to take its first step."""
-        for problem in eps_underflow(optimizer):
+        with hidden():
+            problems = eps_underflow(optimizer)
+        for problem in problems:
             run.warn("eps_underflow", f"step {run.step}: {problem.message}")
 
     def negative(self, run: Run, optimizer: Any, problem: HyperProblem) -> None:

@@ -86,12 +86,18 @@ def measure(
     return (reading, []) if reading is not None else _take_many(norms(grads), grads, losses, extra)
 
 
-def glance(grads: Sequence[Tensor], loss: Tensor) -> Reading | None:
-    """The reading of few ordinary gradients and one loss; None for anything else. For a caller that is `quiet`."""
+def glance(grads: Sequence[Tensor], loss: Tensor, extra: Tensor | None = None) -> Reading | None:
+    """The reading of few ordinary gradients and one loss; None for anything else. For a caller that is `quiet`.
+
+    Args:
+        grads: Gradients of the parameters about to be stepped.
+        loss: The loss.
+        extra: Further numbers on the device; where one of them is not finite, the answer is None.
+    """
     if not 0 < len(grads) <= FEW or loss.dim() or loss.is_complex():
         return None
     try:
-        return _take_few(grads, loss)
+        return _take_few(grads, loss) if extra is None else _take_more(grads, loss, extra)
     except RuntimeError:  # a mixture of layouts, dtypes or devices
         return None
 
@@ -108,6 +114,16 @@ def _take_few(grads: Sequence[Tensor], loss: Tensor) -> Reading:
     largest = math.nan if bad else max(norm_values)
     total = largest if bad else math.hypot(*norm_values)
     return Reading(row, len(values), len(norm_values), first, total, largest)
+
+
+def _take_more(grads: Sequence[Tensor], loss: Tensor, extra: Tensor) -> Reading | None:
+    row = torch.stack([loss, *torch._foreach_norm(list(grads), 2, dtype=torch.float32)])
+    values: list[float] = torch.cat([row, extra]).tolist()
+    if not math.isfinite(sum(values)):
+        return None
+    norm_values = values[1 : 1 + len(grads)]
+    total = math.sqrt(sum([v * v for v in norm_values]))
+    return Reading(row, 1 + len(grads), len(grads), values[0], total, max(norm_values))
 
 
 def _take_many(

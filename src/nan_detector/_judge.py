@@ -20,6 +20,7 @@ from nan_detector._naming import Names
 from nan_detector._quiet import quiet
 from nan_detector._records import GradEvent, StepRow
 from nan_detector._respond import Responder
+from nan_detector._rounds import Rounds
 from nan_detector._run import Run
 from nan_detector._scaling import Skips, knows_scale, scale_in_use, skips_itself, still_scaled
 from nan_detector._session import Session
@@ -34,11 +35,12 @@ Tensor = torch.Tensor
 class Judge:
     """Judges the steps of one run."""
 
-    def __init__(self, run: Run, watch: StepWatch, responder: Responder, aftermath: Aftermath) -> None:
+    def __init__(self, run: Run, watch: StepWatch, responder: Responder, aftermath: Aftermath, rounds: Rounds) -> None:
         self.run = run
         self.watch = watch
         self.responder = responder
         self.aftermath = aftermath
+        self.rounds = rounds
         self.clean = False  # what was judged last was finite
         self.evaluation = Evaluation(run.names)
         self.further = Further(run, run.config.also_watch) if run.config.also_watch else None
@@ -67,9 +69,10 @@ class Judge:
         """
         self.clean = False
         losses = [loss for e in pending for loss in e.unscaled or e.losses]
+        state = self.rounds.due()
         usual = self._plain and len(losses) == 1 and current.scaler is None
         usual = usual and not (current.looks or self.evaluation.waiting)
-        if usual and stepped is not None and self._sound_at_a_glance(current, stepped, losses[0]):
+        if usual and stepped is not None and self._sound_at_a_glance(current, stepped, losses[0], state):
             self._was_clean()
             return False
         scale = scale_in_use(current)
@@ -91,7 +94,10 @@ class Judge:
             sums = self.further.next_slice() if self.further is not None else None
             if sums is not None:
                 extra = sums if extra is None else torch.cat([extra, sums.to(extra)])
+            if state is not None:
+                extra = state if extra is None else torch.cat([extra, state.to(extra)])
             reading, extremes = measure(grads, losses, extra)
+        seen = [extremes.pop() for _ in self.rounds.parts] if state is not None else []
         further = [extremes.pop() for _ in range(sums.numel())] if sums is not None else []
         if evaluated:
             tail = len(extremes) - 2 * len(evaluated)
@@ -101,9 +107,12 @@ class Judge:
         if scale is not None and factor is not None and still_scaled(optimizer):
             reading = without_scale(reading, scale, factor)
         overflow = scale is not None and optimizer is None
+        damaged = self.rounds.judge(seen) if seen and not reading.suspicious else None
         problem: HyperProblem | BadState | None = self._damaging(stepped, optimizer)
         if stepped is not None and problem is None and id(optimizer.state) != stepped.state_seen:  # type: ignore[union-attr]
-            problem = self.aftermath.bad_state(stepped, optimizer)
+            found = self.aftermath.bad_state(stepped, optimizer)
+            problem = self.rounds.dated(found) if found is not None else None
+        problem = damaged if problem is None else problem
         refuse = False
         suspicion = Suspicion()
         if reading.suspicious or problem is not None:
@@ -139,7 +148,7 @@ class Judge:
         self.clean = True
         self.run.ledger.last_good_step = self.run.step
 
-    def _sound_at_a_glance(self, current: Session, stepped: Stepped, loss: Tensor) -> bool:
+    def _sound_at_a_glance(self, current: Session, stepped: Stepped, loss: Tensor, state: Tensor | None) -> bool:
         """The gate of an ordinary healthy step, in one piece: True when it is one, measured and recorded.
 
         Whatever is unusual gets False, and is then judged in full: what that costs is of no account.
@@ -150,7 +159,7 @@ class Judge:
             return False
         with quiet():
             names, grads = stepped.gradients()
-            reading = glance(grads, loss)
+            reading = glance(grads, loss, state)
             if reading is None or reading.suspicious or (reading.largest or 0.0) > run.config.grad_norm_warn:
                 return False
             rate = optimizer.param_groups[0].get("lr")
@@ -158,6 +167,8 @@ class Judge:
             with run.lock:
                 run.recorder.set_columns(stepped.columns(names, True, reading.width))
                 run.recorder.append(run.step, reading.row, lr, None)
+        if state is not None:
+            self.rounds.fine()
         if run.book.log is not None:
             run.book.write(StepRow(run.step, reading.loss, reading.total, reading.largest, lr, None))
         if stepped.call != current.steps:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from nan_detector._aftermath import Aftermath, Damage
+from nan_detector._aftermath import Aftermath, BadState, Damage
 from nan_detector._before import before_sentences
 from nan_detector._config import Policy, Replay, policy_named
 from nan_detector._errors import NonFiniteError
@@ -91,6 +91,8 @@ class Responder:
         event = replace(event, sample_id=run.ids_of(event.sample_index) or event.sample_id)
         policy = self._policy(event)
         event = replace(event, weights=self._weights(event, policy, stepping), action=policy.value)
+        if isinstance(suspicion.hyper, BadState) and suspicion.hyper.since is not None and event.phase == "state":
+            event = replace(event, weights=f"damaged since step {suspicion.hyper.since}")
         return self._decided(event, policy, key, later=optimizer is not None)
 
     def _decided(self, event: NaNEvent, policy: Policy, key: int, *, later: bool, refused: bool = True) -> bool:

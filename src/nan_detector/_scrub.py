@@ -61,6 +61,7 @@ class Scrub:
         self._slots: Sequence[Slot] = ()
         self._stale = True
         self._shares: list[Share] = []
+        self.plans = 0  # made so far: what a slice looks at stays the same as long as this does
         self._next = 0
         self._last = Share()
         self._nothing = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -140,6 +141,7 @@ class Scrub:
     def _make_plan(self, slots: Sequence[Slot]) -> None:
         due = self._due()
         self._slots, self._stale = slots, False
+        self.plans += 1
         with quiet():
             self._shares = plan(slots, self._meant, self._period, self._max_elements)
         self._looked.clear()

@@ -70,6 +70,8 @@ def unregister(watcher: Watcher) -> None:
 def _install() -> None:
     for handle in (register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)):
         _undo.append(handle.remove)
+    # The mode would see it as well; but a backward's way through a function mode costs as much as recording it.
+    _wrap(torch.Tensor, "backward", _backward)
     _wrap(torch.optim.Optimizer, "zero_grad", _zero_grad)
     _wrap(torch.nn.Module, "zero_grad", _zero_grad)
     _wrap(torch.amp.GradScaler, "scale", _scaler_scale)
@@ -347,6 +349,16 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     for watcher in list(_watchers):
         watcher.after_step(optimizer, current)
     if current.home and not current.in_step_record:
+        current.push()
+
+
+def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    current = session()
+    if current.paused or not current.pop():
+        return original(*args, **kwargs)
+    try:
+        return current.call(original, args, kwargs)
+    finally:
         current.push()
 
 

@@ -56,7 +56,7 @@ def kind_of(func: Callable[..., Any]) -> CallKind:
 
 
 def _classify(func: Callable[..., Any]) -> CallKind:
-    if func in _BACKWARDS:
+    if getattr(func, "__wrapped__", func) in _BACKWARDS:  # while a detector is attached, ours stands for it
         return CallKind.BACKWARD
     if func in _IMPORTS:
         return CallKind.IMPORT

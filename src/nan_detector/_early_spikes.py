@@ -110,7 +110,10 @@ class Chart:
             deviation = LEAST_DEVIATION
         edge = CLIP * deviation
         if -edge < off < edge:
-            self._average(off, WEIGHT)
+            # As `_average` does, written out: this is the way of nearly every step.
+            step = WEIGHT * off
+            self._mean += step
+            self._variance = (1.0 - WEIGHT) * (self._variance + off * step / KEPT)
             return None
         level = self._mean
         self._average(edge if off > 0.0 else -edge, WEIGHT)

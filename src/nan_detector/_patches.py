@@ -321,7 +321,8 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | No
         raise ReplayEnds
     current = session()
     current.steps += 1
-    current.pop()
+    if current.mode is not None:
+        current.pop()
     current.paused += 1
     replaced = None
     try:

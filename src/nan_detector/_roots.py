@@ -206,7 +206,9 @@ class Roots:
         """The first parameter and its version: for whether the weights are still those that the call used."""
         found = self._identity.get(id(module))
         owner = found[1]() if found is not None else None
-        p = owner._parameters.get(found[0]) if found is not None and owner is not None else None
+        if found is None or owner is None:
+            return ()
+        p = owner._parameters.get(found[0])
         return () if p is None or p.is_inference() else ((p, p._version),)
 
     def _parameters_swapped(self, module: torch.nn.Module) -> bool:

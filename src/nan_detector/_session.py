@@ -103,8 +103,11 @@ class Session:
     # -- the mode --------------------------------------------------------------------------------------------------
 
     def push(self) -> None:
-        """Put the mode on the stack, if it is not there and this is a place where that is allowed."""
-        if self.mode is None and not self.busy and self.users and not self.broken and not _compiling():
+        """Put the mode on the stack, if it is not there and this is a place where that is allowed.
+
+        Whoever calls it has made sure that nothing is being compiled: asking again would cost as much as the push.
+        """
+        if self.mode is None and not self.busy and self.users and not self.broken:
             mode = self._spare or TapeMode(self)
             self._spare = None
             mode.session = self
@@ -116,7 +119,7 @@ class Session:
         mode = self.mode
         if mode is None or self.busy:
             return False
-        depth = torch._C._len_torch_function_stack()
+        depth = _function_modes()
         if depth == 0 or torch._C._get_function_stack_at(depth - 1) is not mode:
             return False
         torch._C._pop_torch_function_stack()

@@ -248,7 +248,8 @@ class Tape:
             if _all_atoms(map(type, value)):
                 return value if kind is tuple else value[:]
             # Flat, as nearly all arguments are: a call for each of them would cost more than the rest.
-            return kind([v if type(v) in _ATOMS else self.encode(v) for v in value])
+            token, encode = self.token, self.encode
+            return kind([v if (t := type(v)) in _ATOMS else token(v) if t is Tensor else encode(v) for v in value])
         if isinstance(value, Tensor):
             return self.token(value)
         if kind is dict:

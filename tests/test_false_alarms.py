@@ -228,6 +228,13 @@ def test_quiet_with_every_look_of_the_layers(make: Callable[..., Training]) -> N
     run(make, "layers", 2, check_inputs=True, check_backward=True)
 
 
+@pytest.mark.parametrize("watch", ["step", "layers"])
+@pytest.mark.parametrize("make", TRAININGS, ids=lambda make: make.__name__)
+def test_quiet_beyond_every_warm_up(make: Callable[..., Training], watch: str) -> None:
+    """Long enough for every kind of warning to be awake: more than 200 steps of each optimizer."""
+    run(make, watch, {cnn: 30, gpt: 60, lstm: 60, gan: 60, amp: 30}[make])
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("watch", LEVELS)
 @pytest.mark.parametrize("make", TRAININGS, ids=lambda make: make.__name__)

@@ -281,8 +281,8 @@ def _broken(*_: Any, **__: Any) -> Any:
 
 
 INNARDS: list[tuple[Any, str]] = [
-    (Engine, "_judge"), (Judge, "_sound_at_a_glance"), (Engine, "_gate"), (Engine, "_stepped"), (Engine, "_end_of_step"),
-    (Roots, "_enter"), (Roots, "_leave"), (Tape, "encode"), (Tape, "add"), (Tape, "judged"), (Session, "_entry"),
+    (Engine, "_judge"), (Judge, "_sound_at_a_glance"), (Engine, "_gate"), (Engine, "_stepped"),
+    (Engine, "_end_of_step"), (Roots, "_enter"), (Roots, "_leave"), (Tape, "encode"), (Tape, "add"), (Tape, "judged"), (Session, "_entry"),
 ]  # fmt: skip
 
 

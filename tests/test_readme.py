@@ -176,7 +176,11 @@ def test_examples_print_the_report(name: str, words_of_the_report: tuple[str, ..
 
 
 def test_every_example_is_run():
-    assert {p.stem for p in (ROOT / "examples").glob("*.py")} == {"plain_loop", "detect_nan"}
+    assert {p.stem for p in (ROOT / "examples").glob("*.py")} == {
+        "plain_loop",
+        "detect_nan",
+        "alert_webhook",  # by its own test, with a server
+    }
 
 
 # -- what it points to ------------------------------------------------------------------------------------------------

@@ -19,7 +19,13 @@ matplotlib = pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.image import imread  # noqa: E402
 
-from nan_detector._render.plots import cost_bars, grad_norm_timeline, loss_curve  # noqa: E402
+from nan_detector._render.plots import (  # noqa: E402
+    cost_bars,
+    grad_norm_heatmap,
+    grad_norm_timeline,
+    headroom_timeline,
+    loss_curve,
+)
 
 STEPS = list(range(90))
 LOSS = [2.0 * math.exp(-i / 30) for i in range(87)] + [math.inf, math.nan, -math.inf]
@@ -228,3 +234,60 @@ def test_without_matplotlib_the_error_says_how_to_get_it(
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # what an import of it then finds is "not installed"
     with pytest.raises(ImportError, match=r'pip install "nan-detector\[report\]"'):
         call(tmp_path / "x.png")
+
+
+# -- the map of gradient norms, and the headroom -----------------------------------------------------------------------
+
+
+def rows_of(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.axes[0].get_yticklabels()]
+
+
+def test_the_map_shows_what_is_not_finite_and_what_is_not_there(tmp_path: Path, drawn: list[Figure]) -> None:
+    norms: dict[str, list[float | None]] = {
+        "a.weight": [10.0**-i for i in range(5)] + [math.nan],
+        "b.weight": [1.0, None, None, 0.0, 1.0, math.inf],
+    }
+    grad_norm_heatmap(list(range(6)), norms, 5, tmp_path / "map.png")
+    assert rows_of(drawn[0]) == ["a.weight", "b.weight"]
+    said = [text.get_text() for text in drawn[0].legends[0].get_texts()]
+    assert said == ["event at step 5", "NaN or Inf", "0", "no gradient"]
+    cells = drawn[0].axes[0].collections[0].get_array()
+    assert cells.mask.sum() == 2 and (cells > 1.0).sum() == 2, "two without a gradient, two beyond the scale"
+    assert pixels(tmp_path / "map.png", VERMILION) and pixels(tmp_path / "map.png", (0xE3, 0xE3, 0xE3))
+
+
+def test_many_layers_are_thinned_and_the_worst_of_each_is_shown(tmp_path: Path, drawn: list[Figure]) -> None:
+    norms: dict[str, list[float | None]] = {f"blocks.{i}.weight": [1.0] * 1000 for i in range(300)}
+    norms["blocks.137.weight"][777] = math.nan
+    grad_norm_heatmap(list(range(1000)), norms, None, tmp_path / "map.png")
+    assert len(rows_of(drawn[0])) <= 40 and rows_of(drawn[0])[0] == "blocks.0.weight +7"
+    cells = drawn[0].axes[0].collections[0].get_array()
+    assert cells.shape[1] <= 400 and (cells > 1.0).sum() == 1
+
+
+def test_headroom(tmp_path: Path, drawn: list[Figure]) -> None:
+    steps = list(range(50))
+    abs_max: dict[str, list[float | None]] = {
+        "half": [min(1.3**i, math.inf if i > 42 else 1e9) for i in steps],
+        "single": [1.0] * 50,
+        "sometimes": [2.0 if i % 2 else None for i in steps],
+        "unknown": [1.0] * 50,
+    }
+    abs_max["half"][-1] = math.inf
+    limits = {"half": 65504.0, "single": 3.4e38, "sometimes": 65504.0}
+    headroom_timeline(steps, abs_max, limits, 49, tmp_path / "headroom.png")
+    assert legend(drawn[0])[:4] == ["half", "sometimes", "single", "end of the dtype's range"]
+    assert marks(drawn[0], "^") == [(49.0, 1.0)] and marks(drawn[0], "X") == []
+    assert drawn[0].axes[0].get_ylim()[0] == pytest.approx(1e-8)
+
+
+@pytest.mark.parametrize("steps", [[], [3]])
+def test_little_or_nothing(steps: list[int], tmp_path: Path) -> None:
+    for norms in ({}, {"a": [1.0] * len(steps)}, {"a": [math.nan] * len(steps)}):
+        grad_norm_heatmap(steps, norms, None, tmp_path / "map.png")
+        headroom_timeline(steps, norms, dict.fromkeys(norms, 1.0), None, tmp_path / "headroom.png")
+    with pytest.raises(ValueError, match="give one per step"):
+        grad_norm_heatmap(steps, {"a": [1.0, 2.0]}, None, tmp_path / "map.png")
+    with pytest.raises(ValueError, match="give one per step"):
+        headroom_timeline(steps, {"a": [1.0, 2.0]}, {}, None, tmp_path / "headroom.png")

@@ -27,7 +27,7 @@ Tensor = torch.Tensor
 
 #: Gates in which all is seen.
 GATES = 32
-#: Gates from one slice to the next: of a small model a call costs far more than what it reads, so it has few large ones.
+#: Gates from one slice to the next: of a small model a call costs far more than what it reads.
 EVERY, EVERY_IF_SMALL, SMALL = 4, 16, 2**19
 _STATE = "optimizer.state["
 

@@ -24,14 +24,14 @@ from nan_detector._demo.cost import BARE_AGAIN, Costs, measure
 from nan_detector._demo.data import digits
 from nan_detector._demo.explosion import LEARNING_RATE, Explosion, explode
 from nan_detector._demo.training import Outcome, train_digits
-from nan_detector._render.plots import cost_bars, grad_norm_timeline, loss_curve
+from nan_detector._render.plots import cost_bars, grad_norm_heatmap, grad_norm_timeline, loss_curve
 from nan_detector._render.terminal import print_report
 from nan_detector._summary import headline
 
 #: The detector's default `grad_norm_warn`, for the picture.
 _THRESHOLD = 100.0
 #: What the folder holds afterwards.
-FILES = ("events-rank0.jsonl", "loss.png", "grad_norms.png", "cost.png")
+FILES = ("events-rank0.jsonl", "loss.png", "grad_norms.png", "grad_heatmap.png", "cost.png")
 _TOLD_AT_THE_END = 3  # steps before the bad one that the table shows
 
 _Tick = Callable[[int, int, str], None]
@@ -187,6 +187,7 @@ def _draw(outcome: Outcome, out: Path) -> None:
         if name.startswith(GRAD_NORM_OF)
     }
     grad_norm_timeline(history.steps.tolist(), norms, _THRESHOLD, at, out / "grad_norms.png")
+    grad_norm_heatmap(history.steps.tolist(), norms, at, out / "grad_heatmap.png")
 
 
 def _files(console: Console, out: Path, seconds: float) -> None:

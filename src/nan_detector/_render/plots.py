@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 
 _Path = str | os.PathLike[str]
 
-_BLACK, _VERMILION, _GREY = "#1a1a1a", "#d55e00", "#8c8c8c"
+_BLACK, _VERMILION, _GREY, _NONE = "#1a1a1a", "#d55e00", "#8c8c8c", "#e3e3e3"
 _COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", _BLACK)
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 _MOST_LINES = 6  # told apart in one picture; the others are drawn in grey behind
 _LOG_FROM = 100.0  # ratio of the largest value to the median from which a linear axis shows nothing else
 _FEW, _FARTHEST = 60, 1e100
+_MOST_ROWS, _MOST_COLUMNS = 40, 400  # of a map: what can be read, and what has a pixel
+_NEAR = 1e-8  # part of a dtype's range below which nothing is near its end
 _LONGEST_NAME = 34
 _EDGE_MARKERS = {"NaN": "X", "+Inf": "^", "-Inf": "v"}
 _STYLE: dict[Any, Any] = {
@@ -116,6 +118,103 @@ def grad_norm_timeline(
         _finish(axes, "Gradient norms", "L2 norm", event_step, series, handles, labels)
 
 
+def grad_norm_heatmap(
+    steps: Sequence[int], norms: Mapping[str, Sequence[float | None]], event_step: int | None, path: _Path
+) -> None:
+    """Draw gradient norms as a map: one row per name, in the order given, steps to the right, colour by magnitude.
+
+    Where there are more names than rows that can be read, neighbours share a row, which shows their largest norm.
+
+    Args:
+        steps: Step of each value, shape (rows,).
+        norms: Norms per name, each of shape (rows,); None where there was no gradient.
+        event_step: Step of the event; None for a run without one.
+        path: PNG file to write.
+
+    Raises:
+        ImportError: matplotlib is not installed; the message says how to get it.
+        ValueError: A series differs from `steps` in length.
+    """
+    for name, values in norms.items():
+        _same_length(f"norms[{name!r}]", values, steps)
+    rows, columns = _thinned(norms), _spans(steps)
+    cells = [[_worst([values[i] for values in row for i in span]) for span in columns] for _, row in rows]
+    with _figure(path, height=1.6 + 0.2 * max(4, len(rows))) as figure:
+        from matplotlib.colors import LogNorm
+
+        axes = figure.add_subplot()
+        shown = [v for row in cells for v in row if v is not None and math.isfinite(v) and v > 0]
+        low, high = (max(min(shown), max(shown) / 1e8), max(shown)) if shown else (1.0, 10.0)
+        colors = _colormap()
+        # Beyond the largest finite one is what is not finite; a norm of 0 is below every colour.
+        grid = [[_placed(v, low, min(high, _FARTHEST)) for v in row] for row in cells]
+        edges = [*(steps[span[0]] for span in columns), steps[-1] + 1] if rows and steps else [0, 1]
+        top = min(high, _FARTHEST) if high > low else low * 10
+        mesh = axes.pcolormesh(
+            [e - 0.5 for e in edges],
+            [i - 0.5 for i in range(max(1, len(rows)) + 1)],
+            grid if rows and steps else [[math.nan]],
+            cmap=colors,
+            norm=LogNorm(low, top),
+            rasterized=True,
+        )
+        axes.set_yticks(range(len(rows)), [_literal(name) for name, _ in rows])
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+        axes.tick_params(axis="y", length=0, labelsize=8)
+        figure.colorbar(mesh, ax=axes, label="L2 norm", extend="both", pad=0.02)
+        _key(axes, event_step, cells)
+
+
+def headroom_timeline(
+    steps: Sequence[int],
+    abs_max: Mapping[str, Sequence[float | None]],
+    limits: Mapping[str, float],
+    event_step: int | None,
+    path: _Path,
+) -> None:
+    """Draw how far the largest magnitudes of layers stay below the largest number of their dtype, on a log scale.
+
+    Args:
+        steps: Step of each value, shape (rows,).
+        abs_max: Largest magnitude per layer, each of shape (rows,); None where it took no part in a step. The layers
+            nearest the end of their range have colours.
+        limits: Largest finite value of each layer's dtype; layers without one are left out.
+        event_step: Step of the event; None for a run without one.
+        path: PNG file to write.
+
+    Raises:
+        ImportError: matplotlib is not installed; the message says how to get it.
+        ValueError: A series differs from `steps` in length.
+    """
+    for name, given in abs_max.items():
+        _same_length(f"abs_max[{name!r}]", given, steps)
+    # 0 has no place on a log axis: there is a gap.
+    parts = {n: [0.0 if v is None else v / limits[n] for v in vs] for n, vs in abs_max.items() if n in limits}
+    ordered = sorted(parts, key=lambda n: _badness(parts[n]), reverse=True)
+    with _figure(path, height=3.8) as figure:
+        axes = figure.add_subplot()
+        axes.set_yscale("log")
+        colors = {n: _COLORS[i] if i < _MOST_LINES else _GREY for i, n in enumerate(ordered)}
+        handles, labels = [], []
+        for i, name in enumerate(ordered):
+            shown = i < _MOST_LINES
+            style: dict[str, Any] = {"linewidth": 0.7, "alpha": 0.6, "zorder": 1.5}
+            if shown:
+                style = {"linestyle": _DASHES[i % len(_DASHES)]}
+            values = [v if v > 0 else math.nan for v in _gaps(parts[name])]
+            (line,) = axes.plot(steps, values, color=colors[name], **_dots(values, colors[name]), **style)
+            if i <= _MOST_LINES:
+                handles.append(line)
+                labels.append(_literal(name) if shown else f"{len(ordered) - _MOST_LINES} others")
+        handles.append(axes.axhline(1.0, color=_BLACK, linewidth=1, linestyle=(0, (2, 2))))
+        labels.append("end of the dtype's range")
+        if max((v for n in ordered for v in _gaps(parts[n]) if v == v), default=0.0) > _NEAR:
+            axes.set_ylim(bottom=_NEAR)  # a float32 layer beside a half: 30 empty decades
+        series = [(steps, parts[n], colors[n]) for n in ordered]
+        _finish(axes, "Headroom of layers", "largest magnitude / largest number", event_step, series, handles, labels)
+
+
 def cost_bars(costs: Mapping[str, float], path: _Path) -> None:
     """Draw the time of a step per variant, with its ratio to the first one.
 
@@ -146,6 +245,67 @@ def cost_bars(costs: Mapping[str, float], path: _Path) -> None:
         axes.set_xlabel("milliseconds")
         axes.grid(visible=False, axis="y")
         axes.tick_params(axis="y", length=0)
+
+
+def _thinned(norms: Mapping[str, Sequence[float | None]]) -> list[tuple[str, list[Sequence[float | None]]]]:
+    """Names, or runs of neighbours that share a row, and their series."""
+    names = list(norms)
+    size = math.ceil(len(names) / _MOST_ROWS) or 1
+    rows = []
+    for at in range(0, len(names), size):
+        some = names[at : at + size]
+        label = some[0] if len(some) == 1 else f"{some[0]} +{len(some) - 1}"
+        rows.append((label, [norms[n] for n in some]))
+    return rows
+
+
+def _spans(steps: Sequence[int]) -> list[range]:
+    """Positions of the values that share a column."""
+    size = math.ceil(len(steps) / _MOST_COLUMNS) or 1
+    return [range(at, min(at + size, len(steps))) for at in range(0, len(steps), size)]
+
+
+def _worst(values: Sequence[float | None]) -> float | None:
+    """The largest norm, infinite where one is not finite; None where there is none."""
+    return max((v if math.isfinite(v) else math.inf for v in values if v is not None), default=None)
+
+
+def _placed(value: float | None, low: float, high: float) -> float:
+    if value is None:
+        return math.nan
+    return high * 10 if value > high else max(value, low / 10)
+
+
+def _colormap() -> Any:
+    from matplotlib import colormaps
+
+    colors = colormaps["cividis"].copy()  # made to look the same to colour-blind readers
+    colors.set_bad(_NONE)
+    colors.set_under("white")
+    colors.set_over(_VERMILION)
+    return colors
+
+
+def _key(axes: Axes, event_step: int | None, cells: Sequence[Sequence[float | None]]) -> None:
+    """The legend of a map, and what every picture has around it."""
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
+
+    flat = [v for row in cells for v in row]
+    shown: list[Any] = []
+    if event_step is not None:
+        shown.append(axes.axvline(event_step, color=_VERMILION, linewidth=1.4, label=f"event at step {event_step}"))
+    if math.inf in flat:
+        shown.append(Patch(facecolor=_VERMILION, label="NaN or Inf"))
+    if 0.0 in flat:
+        shown.append(Patch(facecolor="white", edgecolor=_GREY, label="0"))
+    if None in flat:
+        shown.append(Patch(facecolor=_NONE, label="no gradient"))
+    axes.set_title("Gradient norms")
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if shown:
+        axes.figure.legend(handles=shown, loc="outside lower right", ncols=len(shown))
 
 
 @contextmanager
@@ -252,6 +412,6 @@ def _literal(name: str) -> str:
     return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
 
 
-def _same_length(what: str, values: Sequence[float], steps: Sequence[int]) -> None:
+def _same_length(what: str, values: Sequence[float | None], steps: Sequence[int]) -> None:
     if len(values) != len(steps):
         raise ValueError(f"{what} has {len(values)} values for {len(steps)} steps; give one per step.")

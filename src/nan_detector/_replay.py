@@ -92,6 +92,7 @@ class Step:
         self._made_inputs: dict[int, tuple[BirthKind, str]] = {}
         self._own: set[int] = set()
         self._gradients: set[Entry] = set()  # calls that gave gradients, or what was made of gradients alone
+        self._asked_for: set[Entry] = set()  # those of them whose gradients came from autograd.grad
         self._own_leaves: set[int] = set()
         self._afterwards: list[Callable[[], None]] = []  # what is put back after the writes
         self._stashed: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -274,6 +275,8 @@ class Step:
         self.results[entry] = list(tensors_in(out))
         if tracer.api == "grad" and not any(t.requires_grad for t in self.results[entry]):
             self._gradients.add(entry)  # `p.grad`, or autograd.grad without create_graph
+            if getattr(entry.func, "__name__", "") == "grad":
+                self._asked_for.add(entry)
         if entry.kind != "backward":
             self.replayed.results_last = self.results[entry]
         if entry.kind == "root":
@@ -289,9 +292,14 @@ class Step:
         """True for a call that is given gradients and no other tensor: scaling and clipping by hand."""
         tokens = list(tokens_in((entry.args, entry.kwargs)))
         found = bool(tokens) and all(isinstance(t, Made) and t.entry in self._gradients for t in tokens)
-        if found:
-            self._gradients.add(entry)
-        return found
+        if not found:
+            return False
+        self._gradients.add(entry)
+        if all(isinstance(t, Made) and t.entry in self._asked_for for t in tokens):
+            # What the loop asked autograd for, and a backward is still to come: the weight of a loss, not an edit.
+            self._asked_for.add(entry)
+            return not any(e.kind == "backward" and e.number > entry.number for e in self.entries)
+        return True
 
     def _module_of(self, entry: Entry) -> Any:
         """The watched module whose code made a call that was recorded by itself.

@@ -294,3 +294,45 @@ def test_the_librarys_own_check_raises_before_there_is_a_loss() -> None:
     assert event is not None and event.location is not None
     assert (event.step, event.phase, event.op, code_of(event)) == (BAD, "forward", "div", "division_by_zero")
     assert (event.location.file, event.location.line) == marked_line(Policy)
+
+
+# -- a model called within a transform of torch.func: what it was given does not outlive the transform ----------------
+
+
+def per_sample_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    def loss(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (row,)).square().sum().sqrt()  # type: ignore[no-any-return]
+
+    gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(dict(model.named_parameters()), x)
+    for name, p in model.named_parameters():
+        p.grad = gradients[name].mean(0)
+    optimizer.step()
+
+
+def mapped_model_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+    optimizer.zero_grad()
+    torch.vmap(lambda row: model(row).square().sum().sqrt())(x).mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("step", [per_sample_step, mapped_model_step])
+def test_a_model_within_a_transform_is_admitted_and_found_by_run_step(step: Callable[..., None], whole: bool) -> None:
+    model = nn.Linear(4, 3, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with NaNDetector(model, verbose=False) as det:
+        for i, x in enumerate(xs(5, 4, bad=zero_row)):
+            det.set_batch(i)
+            if whole:
+                det.run_step(step, model, optimizer, x)
+            else:
+                step(model, optimizer, x)
+            if det.triggered:
+                break
+    event = det.event
+    assert event is not None and (event.step, event.phase, event.weights) == (BAD, "backward", "clean")
+    if whole:
+        assert (event.op, code_of(event), event.reproduced) == ("sqrt", "sqrt_gradient_at_zero", "yes")
+    else:
+        assert (event.location, event.reproduced) == (None, "no")
+        assert len(event.notes) == 1 and "det.run_step" in event.notes[0]  # and not that the step raised, or was finite

@@ -186,6 +186,8 @@ def _with_samples(finding: Finding, names: Names, entries: list[Entry]) -> Findi
 
 def _before_the_unseen(replayed: Replayed) -> list[str]:
     """What the model's own outputs show, where the way from them to the loss is not known."""
+    if not replayed.outputs:
+        return []
     with quiet():
         line = frozenset(g for t in replayed.outputs for g in replayed.tracer.ancestry(t))
     birth = trace_of_line(replayed.tracer, line).birth if line else None

@@ -22,6 +22,7 @@ from nan_detector._tape import Entry, autocast_state
 
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.peek_interpreter_stack
 
 #: Containers that are never called themselves.
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
@@ -110,9 +111,11 @@ class Roots:
             or current.broken
             or current.paused > len(current.stepping)
             or self._parameters_swapped(module)
+            or _functorch_level() is not None
         ):
             # Inside another root, another call's handler, or the user's own functional_call (whose parameters are made
-            # by recorded calls): its operations are recorded one by one, or belong to the outer call.
+            # by recorded calls): its operations are recorded one by one, or belong to the outer call. What a transform
+            # of torch.func hands in does not outlive it.
             current.roots.append(None)
             return
         current.recover()

@@ -107,9 +107,8 @@ def _take_few(grads: Sequence[Tensor], loss: Tensor) -> Reading:
     values: list[float] = row.tolist()
     first, norm_values = values[0], values[1:]
     if math.isfinite(sum(values)):
-        return Reading(
-            row, len(values), len(norm_values), first, math.sqrt(sum([v * v for v in norm_values])), max(norm_values)
-        )
+        count = len(norm_values)
+        return Reading(row, count + 1, count, first, math.hypot(*norm_values), max(norm_values))
     bad = any(not math.isfinite(v) for v in norm_values)
     largest = math.nan if bad else max(norm_values)
     total = largest if bad else math.hypot(*norm_values)

@@ -25,7 +25,7 @@ _TWINS: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionar
 
 def is_twin(optimizer: object) -> bool:
     """Whether `twin_of` made this object."""
-    return _TWINS.get(id(optimizer)) is optimizer
+    return bool(_TWINS.data) and _TWINS.get(id(optimizer)) is optimizer  # asked before every step
 
 
 def twin_of(optimizer: Optimizer) -> Optimizer:

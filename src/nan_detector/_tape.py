@@ -209,7 +209,8 @@ class Tape:
         if out is not None and out.stands_for(t):
             self.begun = self.begun or out.parameter
             return out
-        if isinstance(t, torch.nn.Parameter):
+        # A Parameter's isinstance is a function in Python: asked only of what is not plainly a tensor.
+        if type(t) is not Tensor and isinstance(t, torch.nn.Parameter):
             self.begun = True
             out = Outside(t)
             out.parameter = True

@@ -192,7 +192,10 @@ def test_the_record_is_frozen():
         ({"on_event": "print"}, "on_event='print' must be a callable that takes the record, or None."),
         ({"on_warning": 1}, "on_warning=1 must be a callable that takes the record, or None."),
         ({"hazards_every": 0}, "hazards_every=0 must be a whole number of at least 1 (steps), or None for never."),
-        ({"hazards_every": True}, "hazards_every=True must be a whole number of at least 1 (steps), or None for never."),
+        (
+            {"hazards_every": True},
+            "hazards_every=True must be a whole number of at least 1 (steps), or None for never.",
+        ),
         (
             {"also_watch": "ema"},
             "also_watch='ema' must be a torch.nn.Module, or a list or dict of them, or None.",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nan_detector import _finite
-from nan_detector._before import GRAD_NORM_OF
+from nan_detector._before import GRAD_NORM_OF, LEARNING_RATE
 from nan_detector._damage import Harm, LastStep, birth_in_state, birth_in_step, birth_unknown, harms
 from nan_detector._quiet import quiet
 from nan_detector._records import Reproduced
@@ -27,6 +27,8 @@ Tensor = torch.Tensor
 
 #: Rows of the flight recorder in which the last step is looked for.
 ROWS = 50
+#: Share of a dtype's range from which on a step's size alone (rate times norm of the gradient) can overflow it.
+_COULD_OVERFLOW = 1e-3
 #: Operations that use some elements of a parameter and leave others alone: a bad one may have been there for long.
 _SELECT = (
     *("embedding", "embedding_bag", "index", "index_select", "gather", "select", "slice", "take", "narrow", "where"),
@@ -232,7 +234,7 @@ class Aftermath:
         return None
 
     def _was_good(self, harm: Harm, last: LastStep, birth: Birth | None) -> bool:
-        """True when the gate before the step would have seen these elements, had they been bad then."""
+        """True when the gate before the step would have seen these elements, had they been bad, and it was no small one."""
         if birth is not None and birth.op.strip("_") in _SELECT:
             return False
         modules = (m for model in self.run.models.values() for m in model.modules() if isinstance(m, _SELECTIVE))
@@ -240,4 +242,7 @@ class Aftermath:
             return False
         steps, columns = self.run.recorder.columns(ROWS)
         norms = columns.get(f"{GRAD_NORM_OF}{harm.name}", [])
-        return any(s == last.step and n > 0 for s, n in zip(steps, norms, strict=False))
+        rates = columns.get(LEARNING_RATE, [])
+        # A step of ordinary size makes nothing non-finite: then the training's own code wrote it, after the step.
+        edge = _COULD_OVERFLOW * torch.finfo(harm.tensor.dtype).max
+        return any(s == last.step and n > 0 and not n * r < edge for s, n, r in zip(steps, norms, rates, strict=False))

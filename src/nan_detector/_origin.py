@@ -25,6 +25,23 @@ _WEIGHS = frozenset(
 )
 
 _LOG_SUMS = ("logsumexp", "logaddexp", "logcumsumexp")
+#: Calls by which a program writes a number that it names itself; of any other, the library chose the constant.
+_WRITE_LITERALS = (
+    *(
+        "full",
+        "full_like",
+        "new_full",
+        "tensor",
+        "new_tensor",
+        "as_tensor",
+        "scalar_tensor",
+        "where",
+        "fill",
+        "index_fill",
+    ),
+    *("masked_fill", "index_put", "scatter", "constant", "pad", "clamp", "nan_to_num"),
+)
+
 _SOURCES = (BirthKind.PARAMETER, BirthKind.BUFFER, BirthKind.INPUT, BirthKind.LABEL)
 
 
@@ -159,7 +176,7 @@ def birth_of(gen: Gen) -> Birth:
     source = gen.kind in _SOURCES
     op = forward.info.op if forward is not None else record.info.op
     library = False
-    if gen.kind is BirthKind.CONSTANT and record.api and record.api not in (op, "full", "tensor", "where"):
+    if gen.kind is BirthKind.CONSTANT and record.api and record.api not in (op, *_WRITE_LITERALS):
         op, library = record.api, True
     if gen.kind is BirthKind.GRADIENT:
         op = "backward"

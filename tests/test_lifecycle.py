@@ -281,9 +281,18 @@ def _broken(*_: Any, **__: Any) -> Any:
 
 
 INNARDS: list[tuple[Any, str]] = [
-    (Engine, "_judge"), (Judge, "_sound_at_a_glance"), (Engine, "_gate"), (Engine, "_stepped"),
-    (Engine, "_end_of_step"), (Roots, "_enter"), (Roots, "_leave"), (Tape, "encode"), (Tape, "add"), (Tape, "judged"), (Session, "_entry"),
-]  # fmt: skip
+    (Engine, "_judge"),
+    (Judge, "_sound_at_a_glance"),
+    (Engine, "_gate"),
+    (Engine, "_stepped"),
+    (Engine, "_end_of_step"),
+    (Roots, "_enter"),
+    (Roots, "_leave"),
+    (Tape, "encode"),
+    (Tape, "add"),
+    (Tape, "judged"),
+    (Session, "_entry"),
+]
 
 
 @pytest.mark.parametrize(("owner", "name"), INNARDS, ids=lambda v: v if isinstance(v, str) else v.__name__)

@@ -25,7 +25,8 @@ _TWINS: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionar
 
 def is_twin(optimizer: object) -> bool:
     """Whether `twin_of` made this object."""
-    return bool(_TWINS.data) and _TWINS.get(id(optimizer)) is optimizer  # asked before every step
+    # Asked before every step, where there are hardly ever any: its dict is empty sooner than `get` has looked.
+    return bool(_TWINS.data) and _TWINS.get(id(optimizer)) is optimizer  # type: ignore[attr-defined]
 
 
 def twin_of(optimizer: Optimizer) -> Optimizer:

@@ -274,7 +274,7 @@ class Policy(nn.Module):
 
     def forward(self, x: Tensor, legal: Tensor) -> Any:
         p = self.f(x).softmax(-1) * legal
-        return torch.distributions.Categorical(p / p.sum(-1, keepdim=True))  # <-- birth
+        return torch.distributions.Categorical(p / p.sum(-1, keepdim=True), validate_args=True)  # <-- birth
 
 
 def test_the_librarys_own_check_raises_before_there_is_a_loss() -> None:

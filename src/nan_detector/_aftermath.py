@@ -234,7 +234,7 @@ class Aftermath:
         return None
 
     def _was_good(self, harm: Harm, last: LastStep, birth: Birth | None) -> bool:
-        """True when the gate before would have seen these elements, had they been bad, and the step was no small one."""
+        """True when the gate before would have seen these elements, had they been bad, and the step was large."""
         if birth is not None and birth.op.strip("_") in _SELECT:
             return False
         modules = (m for model in self.run.models.values() for m in model.modules() if isinstance(m, _SELECTIVE))

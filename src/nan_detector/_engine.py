@@ -210,8 +210,15 @@ class Engine:
     def _stepped(self, optimizer: Any) -> Stepped:
         found = self._stepped_by.get(id(optimizer))
         if found is None or not found.fits(optimizer):
+            if any(id(p) not in self.run.ours for group in optimizer.param_groups for p in group["params"]):
+                self._name_anew()  # a head that was replaced, a layer that was added
             found = self._stepped_by[id(optimizer)] = Stepped(optimizer, self.run.ours)
         return found
+
+    def _name_anew(self) -> None:
+        """The watched models may have other parameters than when the watch began."""
+        self.run.watch(self.run.models)
+        self.judge.evaluation.names = self.run.names
 
     def known_optimizers(self) -> list[Any]:
         """The optimizers that have stepped a watched model and are still there, in the order of their first step."""

@@ -29,6 +29,10 @@ from nan_detector._tape import Entry, Tape
 from nan_detector._trace import Birth, BirthKind, GuiltyInput, Trace
 
 
+#: What is said of a step that a replay found nothing wrong with.
+FINITE_AGAIN = "the same step again is finite"
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """What a replay (or a live trace) found."""
@@ -231,7 +235,7 @@ def _conclude(replayed: Replayed, notes: list[str]) -> Finding:
             )
             notes += _before_the_unseen(replayed)
         else:
-            notes.append("the same step again is finite")
+            notes.append(FINITE_AGAIN)
         return Finding(None, "no", tuple(notes), micro)
     return Finding(trace, "yes", tuple(notes), micro)
 

@@ -208,7 +208,7 @@ def birth_of(gen: Gen) -> Birth:
         forward_inputs=_forward_inputs(forward),
         in_library=library,
         first_bad_index=gen.first_bad,
-        sample_index=gen.rows if source else (),
+        sample_index=gen.rows if gen.kind in (BirthKind.INPUT, BirthKind.LABEL) else (),
         note=gen.note or (f"first used at {_where(record)}" if source else ""),
     )
 

@@ -11,7 +11,7 @@ from nan_detector._before import before_sentences
 from nan_detector._config import Policy, Replay, policy_named
 from nan_detector._errors import NonFiniteError
 from nan_detector._gate import Suspicion
-from nan_detector._hit import Finding, complete, investigate, new_event, weights_state
+from nan_detector._hit import FINITE_AGAIN, Finding, complete, investigate, new_event, weights_state
 from nan_detector._keeper import Keeper
 from nan_detector._moment import Habits
 from nan_detector._optimizer_events import hyper_event
@@ -28,6 +28,11 @@ T = TypeVar("T")
 
 #: Policies that do not take the step.
 REFUSING = (Policy.STOP, Policy.SKIP, Policy.ROLLBACK)
+_STALE = (
+    "the gradients of the same step again are finite: what is in .grad was there before it, or was written there by "
+    "other code (is optimizer.zero_grad() called in every step?)"
+)
+_LOOK_UPS = ("embedding", "embedding_bag", "index", "index_select", "gather")
 #: Rows of the flight recorder that an event is explained from.
 ROWS = 200
 
@@ -141,7 +146,10 @@ class Responder:
         if weights_state(self.run.names.parameters(), ()) == "clean":
             self.aftermath.sound()
             return "clean"
-        return f"damaged since step {event.step if event.phase != 'state' else 0}"
+        # A clean gate tells that the weights its step used were finite; a row that is looked up now and then is not
+        # used in every step.
+        known = event.phase != "state" or (self.run.ledger.last_good_step is not None and event.op not in _LOOK_UPS)
+        return f"damaged since step {event.step if known else 0}"
 
     def _explained(self, current: Session, event: NaNEvent, suspicion: Suspicion, finding: Finding | None) -> NaNEvent:
         """`_explain`, or the provisional event made final: a bug in the search must not cost the protection."""
@@ -166,6 +174,8 @@ class Responder:
         if finding is None:
             with current.off():
                 finding = self._investigate(current)
+        if suspicion.gradients and not suspicion.losses:
+            finding = replace(finding, notes=tuple(_STALE if n == FINITE_AGAIN else n for n in finding.notes))
         damage = self._damage_behind(finding)
         return self._complete(event, finding) if damage is None else self._complete_damage(event, damage)
 

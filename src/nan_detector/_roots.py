@@ -105,6 +105,8 @@ class Roots:
             current.roots.append(None)  # it failed: its end must not be taken for that of another detector's root
 
     def _enter(self, current: Session, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if current.roots and any(m is module for m in self.models):
+            current.forget_lost_roots(1)
         if (
             current.roots
             or current.busy

@@ -8,6 +8,7 @@ else's modes would lose them theirs.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -28,6 +29,7 @@ from nan_detector._tape import Entry, Made, Outside, Tape, Tensor, autocast_stat
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_MODULE_CALL = torch.nn.Module._call_impl.__code__
 _compiling = torch.compiler.is_compiling
 _function_modes = torch._C._len_torch_function_stack
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -171,8 +173,26 @@ class Session:
             return (args[0], closure, *args[2:]), kwargs
         return args, {**kwargs, "closure": closure}
 
+    def forget_lost_roots(self, running: int) -> None:
+        """A KeyboardInterrupt leaves a module without running its hooks: its call is on our list and not on the stack.
+
+        Args:
+            running: Module calls on the stack that are not of the list.
+        """
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is _MODULE_CALL:
+                running -= 1
+                if running < 0:
+                    return
+            frame = frame.f_back
+        self.paused = max(0, self.paused - sum(root is not None for root in self.roots))
+        self.roots.clear()
+
     def recover(self) -> None:
         """Undo the marks of an optimizer step or root call that raised and so never told us that it ended."""
+        if self.roots:
+            self.forget_lost_roots(0)
         if self.stepping and not self.busy and not self.evaluating:
             self.paused = max(0, self.paused - len(self.stepping))
             self.stepping.clear()

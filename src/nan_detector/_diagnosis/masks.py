@@ -192,7 +192,7 @@ def _is_mask_value(stats: TensorStats) -> bool:
 def masked_logit_in_loss(birth: Birth, trace: Trace) -> Cause | None:
     """An infinity that a mask put there was counted by the loss."""
     op = op_of(birth)
-    reached = birth.kind == BirthKind.INTENDED_REACHED.value
+    reached = birth.kind == BirthKind.INTENDED_REACHED.value and _weighs_classes(birth, op)
     nll = op in _NLL and by_operation(birth) and any(s.neginf_count for s in operands(birth)) and made_inf(birth)
     if not reached and not nll:
         return None
@@ -213,6 +213,23 @@ def masked_logit_in_loss(birth: Birth, trace: Trace) -> Cause | None:
         said.append("A target names a class that is masked.")
         fix = "check the targets: logits.gather(1, y[:, None]).isfinite().all()"
     return cause("masked_logit_in_loss", *said, fix=fix)
+
+
+def _weighs_classes(birth: Birth, op: str) -> bool:
+    """True for losses over classes, in which a mask of -inf is at home; elsewhere an infinity is just a number."""
+    named = f"{op} {birth.call or ''}"
+    return any(word in named for word in ("entropy", "nll", "kl_div", "softmax", "logsumexp", "margin"))
+
+
+def infinity_written_down(birth: Birth, trace: Trace) -> Cause | None:
+    """An infinity that the program wrote itself reached the loss, and no mask is in sight."""
+    if birth.kind != BirthKind.INTENDED_REACHED.value:
+        return None
+    return cause(
+        "literal_nan",
+        f"An infinity that the code writes itself, as a number, reached {birth.call or op_of(birth)}.",
+        fix="see where inf is written into what this line reads: a fill, an assignment, a mask that stayed",
+    )
 
 
 def ctc_no_alignment(birth: Birth, trace: Trace) -> Cause | None:
@@ -248,6 +265,7 @@ def _longest(birth: Birth, index: int, name: str) -> int | None:
 #: In order of specificity: before everything that looks at the operation alone.
 RULES: tuple[Rule, ...] = (
     masked_logit_in_loss,
+    infinity_written_down,
     ctc_no_alignment,
     logsumexp_fully_masked,
     softmax_fully_masked,

@@ -28,7 +28,6 @@ from nan_detector._state import logger, strict
 from nan_detector._tape import Entry, Tape
 from nan_detector._trace import Birth, BirthKind, GuiltyInput, Trace
 
-
 #: What is said of a step that a replay found nothing wrong with.
 FINITE_AGAIN = "the same step again is finite"
 

@@ -94,28 +94,37 @@ def grad_norm_timeline(
     """
     for name, values in norms.items():
         _same_length(f"norms[{name!r}]", values, steps)
-    ordered = sorted(norms, key=lambda n: _badness(norms[n]), reverse=True)
     with _figure(path, height=3.8) as figure:
         axes = figure.add_subplot()
-        axes.set_yscale("log")
-        colors = {n: _COLORS[i] if i < _MOST_LINES else _GREY for i, n in enumerate(ordered)}
-        handles, labels = [], []
-        for i, name in enumerate(ordered):
-            shown = i < _MOST_LINES
-            style: dict[str, Any] = {"linewidth": 0.7, "alpha": 0.6, "zorder": 1.5}
-            if shown:
-                style = {"linestyle": _DASHES[i % len(_DASHES)]}
-            # A norm of 0 has no place on a log axis: the line stops there.
-            values = [max(v, 1 / _FARTHEST) if v > 0 else math.nan for v in _gaps(norms[name])]
-            (line,) = axes.plot(steps, values, color=colors[name], **_dots(values, colors[name]), **style)
-            if i <= _MOST_LINES:
-                handles.append(line)
-                labels.append(_literal(name) if shown else f"{len(ordered) - _MOST_LINES} others")
+        # The least that is drawn: what lies further down would leave nothing to be seen of the rest.
+        series, handles, labels = _ranked_lines(axes, steps, norms, least=1 / _FARTHEST)
         if threshold is not None and math.isfinite(threshold):
             handles.append(axes.axhline(threshold, color=_BLACK, linewidth=1, linestyle=(0, (2, 2))))
             labels.append(f"warning from {threshold:g}")
-        series = [(steps, norms[n], colors[n]) for n in ordered]
         _finish(axes, "Gradient norms", "L2 norm", event_step, series, handles, labels)
+
+
+def _ranked_lines(
+    axes: Any, steps: Sequence[int], lines: Mapping[str, Sequence[float]], *, least: float
+) -> tuple[list[tuple[Sequence[int], Sequence[float], str]], list[Any], list[str]]:
+    """Draw lines on a log axis, the worst in colours and the others grey; their series, handles and labels."""
+    axes.set_yscale("log")
+    ordered = sorted(lines, key=lambda n: _badness(lines[n]), reverse=True)
+    series, handles, labels = [], [], []
+    for i, name in enumerate(ordered):
+        shown = i < _MOST_LINES
+        color = _COLORS[i] if shown else _GREY
+        style: dict[str, Any] = {"linewidth": 0.7, "alpha": 0.6, "zorder": 1.5}
+        if shown:
+            style = {"linestyle": _DASHES[i % len(_DASHES)]}
+        # A 0 has no place on a log axis: the line stops there.
+        values = [max(v, least) if v > 0 else math.nan for v in _gaps(lines[name])]
+        (line,) = axes.plot(steps, values, color=color, **_dots(values, color), **style)
+        series.append((steps, lines[name], color))
+        if i <= _MOST_LINES:
+            handles.append(line)
+            labels.append(_literal(name) if shown else f"{len(ordered) - _MOST_LINES} others")
+    return series, handles, labels
 
 
 def grad_norm_heatmap(
@@ -191,27 +200,13 @@ def headroom_timeline(
         _same_length(f"abs_max[{name!r}]", given, steps)
     # 0 has no place on a log axis: there is a gap.
     parts = {n: [0.0 if v is None else v / limits[n] for v in vs] for n, vs in abs_max.items() if n in limits}
-    ordered = sorted(parts, key=lambda n: _badness(parts[n]), reverse=True)
     with _figure(path, height=3.8) as figure:
         axes = figure.add_subplot()
-        axes.set_yscale("log")
-        colors = {n: _COLORS[i] if i < _MOST_LINES else _GREY for i, n in enumerate(ordered)}
-        handles, labels = [], []
-        for i, name in enumerate(ordered):
-            shown = i < _MOST_LINES
-            style: dict[str, Any] = {"linewidth": 0.7, "alpha": 0.6, "zorder": 1.5}
-            if shown:
-                style = {"linestyle": _DASHES[i % len(_DASHES)]}
-            values = [v if v > 0 else math.nan for v in _gaps(parts[name])]
-            (line,) = axes.plot(steps, values, color=colors[name], **_dots(values, colors[name]), **style)
-            if i <= _MOST_LINES:
-                handles.append(line)
-                labels.append(_literal(name) if shown else f"{len(ordered) - _MOST_LINES} others")
+        series, handles, labels = _ranked_lines(axes, steps, parts, least=0.0)
         handles.append(axes.axhline(1.0, color=_BLACK, linewidth=1, linestyle=(0, (2, 2))))
         labels.append("end of the dtype's range")
-        if max((v for n in ordered for v in _gaps(parts[n]) if v == v), default=0.0) > _NEAR:
+        if max((v for part in parts.values() for v in _gaps(part) if v == v), default=0.0) > _NEAR:
             axes.set_ylim(bottom=_NEAR)  # a float32 layer beside a half: 30 empty decades
-        series = [(steps, parts[n], colors[n]) for n in ordered]
         _finish(axes, "Headroom of layers", "largest magnitude / largest number", event_step, series, handles, labels)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from _births import born, born_backward, traced
 from nan_detector._diagnosis import diagnose
-from nan_detector._diagnosis.dtypes import exp_limit, limits, rounds_to_inf, rounds_to_zero
+from nan_detector._diagnosis.dtypes import exp_limit, limits, rounds_to_zero
 from nan_detector._diagnosis.reach import exp_overflows
 from nan_detector._trace import Trace
 
@@ -252,6 +252,13 @@ def test_limits_are_torchs(dtype: torch.dtype):
     assert (found.max, found.smallest_normal) == (info.max, info.smallest_normal)
     assert torch.tensor(found.smallest, dtype=dtype).item() == found.smallest
     assert torch.tensor(found.smallest / 2, dtype=torch.float64).to(dtype).item() == 0.0
+
+
+def rounds_to_inf(value: float, dtype: str) -> bool:
+    """What `overflow_at` says: that a finite `value` is out of range in `dtype`, after rounding."""
+    found = limits(dtype)
+    assert found is not None
+    return abs(value) >= found.overflow_at
 
 
 @pytest.mark.parametrize(

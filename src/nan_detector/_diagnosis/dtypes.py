@@ -72,12 +72,6 @@ def rounds_to_zero(value: float, dtype: str) -> bool:
     return found is not None and value <= found.smallest / 2
 
 
-def rounds_to_inf(value: float, dtype: str) -> bool:
-    """True when a finite `value` is out of range in `dtype`, after rounding."""
-    found = limits(dtype)
-    return found is not None and abs(value) >= found.overflow_at
-
-
 def exp_limit(dtype: str) -> float:
     """The argument from which on exp() is infinite in `dtype`: the logarithm of where rounding gives infinity."""
     found = limits(dtype)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,3 +117,53 @@ def test_raise_keeps_the_weights_and_the_optimizer_usable() -> None:
         assert model.scale.isfinite().all()
         train(det, model, ())  # whoever catches it may go on
     assert [e.step for e in det.all_events] == [2]
+
+
+# ------------------------------------------------------------------------------------------------- told once on stderr
+
+
+@contextlib.contextmanager
+def only(*handlers: logging.Handler) -> Iterator[None]:
+    """Logging as a script has it, without what the test runner adds."""
+    root = logging.getLogger()
+    before = root.handlers[:]
+    root.handlers[:] = handlers
+    try:
+        yield
+    finally:
+        root.handlers[:] = before
+
+
+@pytest.mark.parametrize("configured", ["not at all", "to stderr", "to a file", "to both"])
+@pytest.mark.parametrize("verbose", [True, False])
+def test_an_event_is_told_once_on_stderr(
+    configured: str, verbose: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model, path = Root(), tmp_path / "log.txt"
+    handlers: list[logging.Handler] = []
+    if configured in ("to stderr", "to both"):
+        handlers.append(logging.StreamHandler())
+    if configured in ("to a file", "to both"):
+        handlers.append(logging.FileHandler(path, encoding="utf-8"))
+    with only(*handlers), NaNDetector(model, on_nan="skip", verbose=verbose) as det:
+        train(det, model, (2,))
+    for handler in handlers:
+        handler.close()
+    said = capsys.readouterr().err
+    stderr_logs = configured != "to a file"
+    assert said.count("born at step 2") == (1 if verbose or stderr_logs else 0)
+    assert ("   where   " in said) == verbose
+    if path.exists():
+        assert path.read_text(encoding="utf-8").count("born at step 2") == 1
+
+
+def test_levels_and_filters_of_the_logger_hold_beside_the_report(caplog: pytest.LogCaptureFixture) -> None:
+    model, log = Root(), logging.getLogger("nan_detector")
+    refuse = lambda record: False  # noqa: E731  # a filter may be any callable
+    log.addFilter(refuse)
+    try:
+        with NaNDetector(model, on_nan="skip") as det:
+            train(det, model, (2,))
+    finally:
+        log.removeFilter(refuse)
+    assert det.event is not None and not caplog.records

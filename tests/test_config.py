@@ -116,7 +116,18 @@ def test_zero_bytes_may_be_held():
 
 @pytest.mark.parametrize("value", [None, 1, 50, 0.01, 0.99])
 def test_skips_are_limited_by_number_or_by_share(value: float | int | None):
-    assert config(max_skips=value).max_skips == value
+    assert config(max_skips=value, on_nan="skip").max_skips == value
+
+
+def test_an_option_without_effect_is_refused_and_the_rest_taken():
+    def decide(event: object) -> str:
+        return "skip"
+
+    for on_nan in ("skip", "rollback", decide):
+        assert config(on_nan=on_nan, max_skips=3).max_skips == 3
+    assert config(stop_on_first=False, max_skips=3).on_nan is Policy.SKIP
+    for on_nan in ("rollback", decide):
+        assert config(on_nan=on_nan, snapshot_on_host=True).snapshot_on_host
 
 
 def test_rollback_needs_a_number_of_steps():
@@ -157,6 +168,19 @@ def test_the_record_is_frozen():
                 "1.0 (of the last 100 steps), or None for no limit.",
             )
             for value in (0, -1, True, 1.0, 0.0, math.nan, "3")
+        ),
+        *(
+            (
+                {"max_skips": 3, "on_nan": on_nan},
+                f"max_skips=3 has no effect with on_nan={policy!r}, which does not go on without a bad step. "
+                "Use on_nan='skip' or 'rollback', or leave max_skips at None.",
+            )
+            for on_nan, policy in ((None, "stop"), ("stop", "stop"), ("raise", "raise"), ("warn", "warn"))
+        ),
+        (
+            {"snapshot_on_host": True, "on_nan": "skip"},
+            "snapshot_on_host=True has no effect with on_nan='skip': copies are made for 'rollback' and for a callable "
+            "only. Use one of these, or leave snapshot_on_host at False.",
         ),
         ({"protect": "none"}, "protect='none' is not one of 'gate', 'full'."),
         (

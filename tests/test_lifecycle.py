@@ -7,8 +7,11 @@ import gc
 import io
 import logging
 import pickle
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -360,3 +363,43 @@ def test_raise_inside_the_block_is_not_a_bug(caplog: pytest.LogCaptureFixture) -
         train(model, bad=BAD)
     assert not [r for r in caplog.records if "stands down" in r.getMessage()]
     assert hooks(model) == 0
+
+
+_WITHOUT_US = """
+import sys
+import torch
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "nan_detector":
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Hidden())
+model = torch.load(sys.argv[1], weights_only=False)
+x = torch.ones(3, 8, requires_grad=True)
+for _ in range(2):
+    out = model(x)
+    out.sum().backward()
+torch.save(model, sys.argv[1])
+torch.save(model(x).detach(), sys.argv[2])
+assert "nan_detector" not in sys.modules
+"""
+
+
+def test_a_model_saved_whole_while_it_is_watched_needs_nothing_of_ours(tmp_path: Path) -> None:
+    saved, result = tmp_path / "model.pt", tmp_path / "result.pt"
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)).eval()
+    for watch in LEVELS:
+        with NaNDetector(model, watch=watch, check_backward=True, verbose=False) as det:
+            model(torch.ones(3, 8)).sum().backward()
+            torch.save(model, saved)
+            expected = model(torch.ones(3, 8))
+        assert det.event is None
+        assert b"nan_detector" not in saved.read_bytes()
+        subprocess.run([sys.executable, "-c", _WITHOUT_US, str(saved), str(result)], check=True, timeout=120)
+        assert torch.equal(torch.load(result), expected)
+        # Once saved and loaded again it is an ordinary model, which can be watched.
+        again = torch.load(saved, weights_only=False)
+        with NaNDetector(again, watch=watch, verbose=False) as det:
+            again(torch.full((3, 8), float("nan"))).sum().backward()
+        assert det.triggered

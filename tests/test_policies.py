@@ -57,9 +57,10 @@ class Run:
 
 
 @pytest.mark.parametrize("on_nan", ["stop", "skip", None])
-def test_a_bad_step_is_not_taken_and_the_first_is_told(on_nan: Any):
+def test_a_bad_step_is_not_taken_and_told(on_nan: Any):
     run = Run(on_nan)
-    assert (run.steps, run.triggered, run.raised, run.finite) == ([2], [2, 3, 4, 5], [], True)
+    told = [2, 4] if on_nan == "skip" else [2]
+    assert (run.steps, run.triggered, run.raised, run.finite) == (told, [2, 3, 4, 5], [], True)
     assert run.det.event is not None and run.det.event.action == (on_nan or "stop")
     assert run.det.event.weights == "clean"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from nan_detector._config import Config
 from nan_detector._eventlog import EventLog
 from nan_detector._records import GradEvent, NaNEvent, Record, WarningRecord
-from nan_detector._state import logger, strict
+from nan_detector._state import log_beside_stderr, logger, strict
 from nan_detector._summary import headline
 
 #: Warnings of one kind that are logged in full; later ones are only kept.
@@ -60,14 +61,14 @@ class Book:
         self._tell(self._config.on_event, event, "on_event")
 
     def _show(self, event: NaNEvent) -> None:
-        if event.severity == "error":
-            logger.error("%s", headline(event))
-        else:
-            logger.warning("%s", headline(event))
-        if self._config.verbose and event.severity != "handled":
-            from nan_detector._render.terminal import print_report
+        level = logging.ERROR if event.severity == "error" else logging.WARNING
+        if not self._config.verbose or event.severity == "handled":
+            logger.log(level, "%s", headline(event))
+            return
+        from nan_detector._render.terminal import print_report
 
-            print_report(event, file=sys.stderr)
+        log_beside_stderr(level, headline(event))  # the report, which goes there, begins with the headline
+        print_report(event, file=sys.stderr)
 
     def warn(self, record: WarningRecord | GradEvent, message: str) -> None:
         """Keep, write and log a warning."""

@@ -127,9 +127,9 @@ def build_config(
         verbose=_boolean("verbose", verbose),
         replay=Replay(_one_of("replay", replay, [r.value for r in Replay])),
         protect=Protect(_one_of("protect", protect, [p.value for p in Protect])),
-        max_skips=_max_skips(max_skips),
+        max_skips=_max_skips(max_skips, _policy(on_nan, stop_on_first)),
         snapshot_every=_snapshot_every(snapshot_every, on_nan),
-        snapshot_on_host=_boolean("snapshot_on_host", snapshot_on_host),
+        snapshot_on_host=_snapshot_on_host(snapshot_on_host, on_nan),
         log_dir=None if log_dir is None else _path("log_dir", log_dir),
         history=_count("history", history),
         max_hold_bytes=_count("max_hold_bytes", max_hold_bytes, least=0),
@@ -158,15 +158,32 @@ def _policy(on_nan: PolicyOption, stop_on_first: bool) -> Policy | Callable[[NaN
     return policy_named(on_nan, "on_nan")
 
 
-def _max_skips(value: object) -> int | float | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-        return value
-    if isinstance(value, float) and 0.0 < value < 1.0:
+def _max_skips(value: object, policy: object) -> int | float | None:
+    if value is None:
+        return None
+    number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    share = isinstance(value, float) and 0.0 < value < 1.0
+    if isinstance(value, (int, float)) and (number or share):
+        if isinstance(policy, Policy) and policy not in (Policy.SKIP, Policy.ROLLBACK):
+            raise OptionError(
+                f"max_skips={value!r} has no effect with on_nan={policy.value!r}, which does not go on without a bad "
+                "step. Use on_nan='skip' or 'rollback', or leave max_skips at None."
+            )
         return value
     raise OptionError(
         f"max_skips={value!r} must be a whole number of at least 1 (steps in a row), a share between 0.0 and 1.0 (of "
         "the last 100 steps), or None for no limit."
     )
+
+
+def _snapshot_on_host(value: object, on_nan: PolicyOption) -> bool:
+    on_host = _boolean("snapshot_on_host", value)
+    if on_host and not (callable(on_nan) or on_nan == Policy.ROLLBACK.value):
+        raise OptionError(
+            f"snapshot_on_host=True has no effect with on_nan={on_nan!r}: copies are made for 'rollback' and for a "
+            "callable only. Use one of these, or leave snapshot_on_host at False."
+        )
+    return on_host
 
 
 def _snapshot_every(value: object, on_nan: PolicyOption) -> int | None:

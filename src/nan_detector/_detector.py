@@ -50,7 +50,8 @@ class NaNDetector:
             "raise" raises `NonFiniteError`; "warn" only tells; "skip" drops it and goes on; "rollback" drops it, goes
             back to the last good state (`snapshot_every`) and goes on; a callable gets the event and answers with one
             of these names. None: "stop", or "skip" where `stop_on_first` is False.
-        stop_on_first: False goes on after the first event and records up to `max_events`.
+        stop_on_first: False goes on after the first event and records up to `max_events`. "skip" and "rollback" do so
+            in any case: each step that they drop is recorded.
         check_inputs: At "layers": also look at what the model is given.
         check_backward: At "layers": also look at the gradients of every module's output.
         grad_norm_warn: L2 norm of one parameter's gradient above which a `GradEvent` is recorded.
@@ -63,12 +64,13 @@ class NaNDetector:
             parameters and the optimizer's state made before the step. It takes as much memory as these two together,
             two passes over them and one more read to the host in each step.
         max_skips: When "skip" or "rollback" has had enough, and `NonFiniteError` is raised: above this number of
-            dropped steps in a row, or (a number between 0 and 1) above this share of the last 100 steps. None: never.
+            dropped steps in a row, or (a number between 0 and 1) above this share of the last 100 steps.
+            None: never. Refused with a policy that does not go on without the bad step.
         snapshot_every: Steps between the copies that "rollback" goes back to: parameters, buffers, optimizers, loss
             scalers, learning rate schedulers and random streams, of a step before which everything was finite. Two
             copies exist while one replaces the other. They are kept for "rollback", and for a callable, whose answer is
             not known beforehand; None keeps none.
-        snapshot_on_host: Keep these copies in host memory.
+        snapshot_on_host: Keep these copies in host memory; refused where none are made.
         log_dir: Folder for the event log; None writes nothing.
         capsule: Reserved; must be False in this release.
         history: Rows of the flight recorder (bounded by 2 MiB as well).

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from nan_detector._detector import NaNDetector
+from nan_detector._errors import OptionError
 from nan_detector._records import NaNEvent
 
 
@@ -32,7 +33,7 @@ def train_with_nan_guard(
         loader: Gives pairs ``(x, y)`` of tensors.
         criterion: Called as ``criterion(model(x), y)``; gives the loss.
         optimizer: Steps the model's parameters.
-        max_batches: Batches to train on at most; None for all.
+        max_batches: Batches to train on at most, 0 or more; None for all.
         device: Where model and batches go.
         options: Those of `NaNDetector`.
 
@@ -41,7 +42,12 @@ def train_with_nan_guard(
 
     Raises:
         NonFiniteError: With ``on_nan="raise"``.
+        OptionError: `max_batches` or one of `options` cannot be used; nothing was trained.
     """
+    if max_batches is not None and (
+        isinstance(max_batches, bool) or not isinstance(max_batches, int) or max_batches < 0
+    ):
+        raise OptionError(f"max_batches={max_batches!r} must be a whole number of at least 0, or None for all batches.")
     model.to(device)
     losses: list[float] = []
     with NaNDetector(model, **options) as det:

@@ -11,7 +11,7 @@ from nan_detector._before import ABS_MAX_OF
 from nan_detector._naming import Names
 from nan_detector._quiet import quiet
 from nan_detector._recorder import ABSENT
-from nan_detector._state import is_replaying
+from nan_detector._state import is_replaying, pickled_hook
 from nan_detector._tape import tensors_in
 
 Tensor = torch.Tensor
@@ -148,7 +148,7 @@ class LayerHook:
         return LayerHook(None, self.path, self.before)
 
     def __reduce__(self) -> Any:
-        return (LayerHook, (None, self.path, self.before))
+        return pickled_hook()
 
 
 def absolute_maxima(columns: list[str], extremes: list[float]) -> dict[str, float]:

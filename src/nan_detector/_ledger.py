@@ -72,14 +72,6 @@ class Ledger:
         count = sum(1 for at in self._dropped if at > position - WINDOW)
         return f"{_steps(count)} of the last {WINDOW} {_were(count)} dropped" if count > limit * WINDOW else ""
 
-    def would_exceed(self, limit: int | float | None, position: int, optimizer: int = 0) -> bool:
-        """True when one more dropped step is too much."""
-        if limit is None:
-            return False
-        if isinstance(limit, int):
-            return self.rows.get(optimizer, (0, 0))[0] + 1 > limit
-        return 1 + sum(1 for at in self._dropped if at > position - WINDOW) > limit * WINDOW
-
 
 def _steps(count: int) -> str:
     return "1 step" if count == 1 else f"{count} steps"

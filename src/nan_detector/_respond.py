@@ -78,13 +78,12 @@ class Responder:
         run, config = self.run, self.run.config
         known = config.stop_on_first and any(e.severity == "error" for e in run.book.events)
         key = id(optimizer) if optimizer is not None else 0
-        limit = config.max_skips if config.on_nan is Policy.SKIP else None
-        if known and config.on_nan in (Policy.STOP, Policy.SKIP, Policy.WARN):
-            if config.on_nan is Policy.WARN:
-                return False
-            if not run.ledger.would_exceed(limit, run.groups, key):
-                run.ledger.dropped(run.step, run.groups, key)
-                return True
+        # "skip" and "rollback" go on because each bad step is news; after "warn" all that follow are of the first.
+        if known and config.on_nan is Policy.WARN:
+            return False
+        if known and config.on_nan is Policy.STOP:
+            run.ledger.dropped(run.step, run.groups, key)
+            return True
         event = new_event(
             run.step,
             suspicion,

@@ -17,7 +17,7 @@ from nan_detector._patches import see_compiled
 from nan_detector._quiet import quiet
 from nan_detector._session import Session, session
 from nan_detector._source import Mark, here
-from nan_detector._state import is_replaying
+from nan_detector._state import is_replaying, pickled_hook
 from nan_detector._tape import Entry, autocast_state
 
 _function_modes = torch._C._len_torch_function_stack
@@ -264,4 +264,4 @@ class RootHook:
         return RootHook(None, None, self.side)
 
     def __reduce__(self) -> Any:
-        return (RootHook, (None, None, self.side))
+        return pickled_hook()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,23 @@ logger = logging.getLogger("nan_detector")
 
 #: What is logged, with the traceback, when we fail ourselves.
 BUG = "nan_detector has a bug and stands down; training goes on unwatched. Please report this."
+
+
+def log_beside_stderr(level: int, message: str) -> None:
+    """Log for whoever listens, except on standard error: the same is about to be printed there in full."""
+    if not logger.isEnabledFor(level):
+        return
+    record = logger.makeRecord(logger.name, level, __file__, 0, message, (), None, "log_beside_stderr")
+    found: Any = logger.filter(record)
+    if not found:
+        return
+    record = found if isinstance(found, logging.LogRecord) else record  # from Python 3.12 on a filter may replace it
+    source: logging.Logger | None = logger
+    while source is not None:
+        for handler in source.handlers:
+            if level >= handler.level and getattr(handler, "stream", None) not in (sys.stderr, sys.__stderr__):
+                handler.handle(record)
+        source = source.parent if source.propagate else None
 
 
 class _Local(threading.local):
@@ -55,6 +73,14 @@ def replay_may_step(allowed: Callable[[Any], bool]) -> Iterator[None]:
 def steps_in_replay(optimizer: Any) -> bool:
     """True when `optimizer` belongs to the replayed step itself."""
     return _local.may_step is not None and _local.may_step(optimizer)
+
+
+def pickled_hook() -> tuple[Any, ...]:
+    """What a hook of ours becomes in a pickle: a function that takes anything and does nothing.
+
+    A model that is saved whole must load where nan_detector is not installed, so it is one of Python's own.
+    """
+    return (getattr, (contextlib.nullcontext(), "__exit__"))
 
 
 def switched_off() -> bool:

@@ -1,4 +1,4 @@
-"""`train_with_nan_guard`: the loop itself."""
+"""The public faces as a user has them: the oldest loop, the unattached detector, the guarded loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nan_detector import train_with_nan_guard
+from nan_detector import NaNDetector, train_with_nan_guard, watch_for_nans
 from nan_detector._errors import OptionError
 
 
@@ -17,6 +17,38 @@ def parts() -> tuple[nn.Module, list[Any], nn.Module, torch.optim.Optimizer]:
     model = nn.Linear(3, 1)
     batches = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(5)]
     return model, batches, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def test_the_oldest_loop_runs_as_it_stands() -> None:
+    model, loader, criterion, optimizer = parts()
+    loader[3][0][0, 0] = float("inf")
+    with NaNDetector(model, verbose=False) as det:
+        for batch_idx, (x, y) in enumerate(loader):
+            det.set_batch(batch_idx)
+            loss = criterion(model(x), y)
+            loss.backward()
+            assert det.check_grad_norms() is False
+            optimizer.step()
+            if det.triggered:
+                break
+    assert batch_idx == 3 and det.event is not None
+    event = det.event
+    assert (event.step, event.batch_idx, event.phase, event.tensor_name) == (3, 3, "data", "input")
+    assert (event.sample_index, event.weights, event.reproduced, event.is_backward) == ((0,), "clean", "yes", False)
+    assert det.all_events == [event] and det.grad_events == [] and det.overhead_ms > 0.0
+    assert bool(model.weight.isfinite().all())
+
+
+def test_a_detector_that_is_not_attached_sees_nothing_until_it_is() -> None:
+    model, loader, criterion, optimizer = parts()
+    det = watch_for_nans(model, verbose=False, on_nan="skip")
+    bad = torch.full((4, 3), float("nan"))
+    criterion(model(bad), loader[0][1])
+    assert det.event is None and not det.triggered
+    with det:
+        criterion(model(bad), loader[0][1]).backward()
+        optimizer.step()
+    assert det.triggered and det.skipped_steps == 1
 
 
 @pytest.mark.parametrize(("most", "steps"), [(None, 5), (0, 0), (2, 2), (5, 5), (99, 5)])

@@ -100,7 +100,9 @@ def test_looking_around_loads_nothing():
     assert [m for m in modules if m.startswith("nan_detector")] == ["nan_detector", "nan_detector._version"]
 
 
-@pytest.mark.parametrize("module", ["_records", "_errors", "_config", "_trace", "_eventlog", "_schema"])
+@pytest.mark.parametrize(
+    "module", ["_records", "_errors", "_config", "_trace", "_eventlog", "_schema", "_reading", "_digest"]
+)
 def test_what_a_laptop_needs_loads_no_torch(module: str):
     assert heavy(loaded_by(f"import nan_detector.{module}")) == []
 

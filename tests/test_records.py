@@ -149,7 +149,7 @@ class Colour(enum.Enum):
         (PurePosixPath("runs/a"), "runs/a"),
         (Colour.RED, "Colour.RED"),
         (True, True),
-        (Location("a.py", 1, "f", "x"), {"file": "a.py", "line": 1, "function": "f", "source_line": "x"}),
+        (Location("a.py", 1, "f", "x"), {"file": "a.py", "line": 1, "function": "f", "source_line": "x", "cell": None}),
     ],
 )
 def test_anything_becomes_json(value: object, encoded: object):

@@ -143,15 +143,24 @@ def read_log(path: str | os.PathLike[str]) -> list[Record]:
         FileNotFoundError: There is no such file, or no log in the folder.
         ValueError: A line is not a record; the message names the file, the line and what is wrong with it.
     """
+    return [record for file in log_files(path) for record in _read_file(file)]
+
+
+def log_files(path: str | os.PathLike[str]) -> list[Path]:
+    """The files of a log: `path` itself, or every rank's file in that folder, rank by rank.
+
+    Raises:
+        FileNotFoundError: There is no log in the folder. A file is not looked at.
+    """
     path = Path(path)
     if not path.is_dir():
-        return _read_file(path)
+        return [path]
     files = sorted((int(m[1]), p) for p in path.iterdir() if (m := _FILE_NAME.fullmatch(p.name)))
     if not files:
         raise FileNotFoundError(
             errno.ENOENT, "There is no events-rank*.jsonl in this folder; name the one given as log_dir", str(path)
         )
-    return [record for _, file in files for record in _read_file(file)]
+    return [file for _, file in files]
 
 
 def events(records: Iterable[Record]) -> list[NaNEvent]:
@@ -175,9 +184,9 @@ def _read_file(path: Path) -> list[Record]:
         for number, line in enumerate(file, 1):
             try:
                 if line.strip():
-                    records.append(_parse(line))
+                    records.append(parse_line(line))
             except _NotJson as error:
-                if _is_torn(line):
+                if is_torn(line):
                     break
                 raise ValueError(f"{path}, line {number}: {error}") from None
             except ValueError as error:
@@ -189,7 +198,7 @@ class _NotJson(ValueError):
     """The line as a whole is not JSON: torn, or not ours."""
 
 
-def _is_torn(line: bytes) -> bool:
+def is_torn(line: bytes) -> bool:
     """Whether this is the piece of a line that was being written when the run, or the machine, died.
 
     Some file systems then leave zeros where the data did not arrive.
@@ -197,7 +206,12 @@ def _is_torn(line: bytes) -> bool:
     return not line.endswith(b"\n") and line.rstrip(b"\0")[:1] in (b"", b"{")
 
 
-def _parse(line: bytes) -> Record:
+def parse_line(line: bytes) -> Record:
+    """The record of one line.
+
+    Raises:
+        ValueError: It is none; the message says what is wrong with it.
+    """
     try:
         data = json.loads(line, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors

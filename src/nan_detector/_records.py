@@ -106,12 +106,16 @@ def _nested(kind: type[Record], default: Any = dataclasses.MISSING) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Location(Record):
-    """A line of the user's source: the innermost frame that is not PyTorch's or ours."""
+    """A line of the user's source: the innermost frame that is not PyTorch's or ours.
+
+    `cell` is the notebook's cell that the line is in, as the notebook shows it ("In[3]"); None outside notebooks.
+    """
 
     file: str
     line: int
     function: str
     source_line: str
+    cell: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,8 +356,20 @@ class StateProblem(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class LayerPeak(Record):
+    """The largest magnitude in what a layer put out, and the largest finite number of its dtype, where known."""
+
+    layer_name: str
+    abs_max: float = _float()
+    limit: float | None = _float(None)
+
+
+@dataclass(frozen=True, slots=True)
 class StepRow(Record):
-    """One row of the flight recorder."""
+    """One row of the flight recorder.
+
+    At `watch="layers"` a step before an event, and one of the last of a run, has a second row, which has `layers`.
+    """
 
     record: ClassVar[str] = "step"
 
@@ -364,6 +380,7 @@ class StepRow(Record):
     lr: float | None = _float(None)
     loss_scale: float | None = _float(None)
     rank: int = 0
+    layers: tuple[LayerPeak, ...] = _nested(LayerPeak, ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,9 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
+from nan_detector._digest import Digest
 from nan_detector._records import NaNEvent
+from nan_detector._render.overview import Line, overview
 from nan_detector._source_text import clean
 from nan_detector._summary import SOURCE, Row, prefixes, report, rows, title
 
@@ -26,6 +28,8 @@ _TITLE = {"error": "bold red", "silent": "bold yellow", "handled": "bold"}
 _LABEL = "bold cyan"
 _STYLES = {"fix": "green", "where": "bold"}
 _CONTEXT, _GUILTY, _CALL = "dim", "bold", "bold red underline"
+#: SGR codes of an overview's lines.
+_LINES = {"heading": "1", "label": "1;36", "note": "2"}
 
 #: Signs that a terminal without Unicode cannot show, and what stands for them there.
 _PLAIN_SIGNS = str.maketrans({"→": "->", "·": "-", "…": "...", "×": "x", "²": "^2", "\ufffd": "?"})
@@ -54,6 +58,27 @@ def print_report(event: NaNEvent, file: TextIO | None = None) -> None:
     text = _render(event, target, None, None) + "\n"
     target.write(_encodable(text, getattr(target, "encoding", None)))
     target.flush()
+
+
+def print_overview(digest: Digest, file: TextIO | None = None, *, every_event: bool = False) -> None:
+    """Write a whole log's overview to `file` (standard output), coloured and wrapped if that is a terminal.
+
+    Args:
+        digest: The log.
+        file: Where to.
+        every_event: Show each event's whole report, however many there are.
+    """
+    target = sys.stdout if file is None else file
+    colored = _wants_color(target)
+    for part in overview(digest, every_event=every_event):
+        text = _render(part, target, None, None) if isinstance(part, NaNEvent) else _line(part, colored)
+        target.write(_encodable(text + "\n", getattr(target, "encoding", None)))
+    target.flush()
+
+
+def _line(line: Line, colored: bool) -> str:
+    style = _LINES.get(line.kind)
+    return f"\x1b[{style}m{line.text}\x1b[0m" if colored and style else line.text
 
 
 def _render(event: NaNEvent, file: TextIO, width: int | None, color: bool | None) -> str:

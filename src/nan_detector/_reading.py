@@ -1,0 +1,75 @@
+"""A log as it is found: every line that can be read, and what is wrong with the others.
+
+`_eventlog.read_log` refuses a log with a bad line; a person who wants to know what happened last night is better
+served by all the good ones. Memory stays bounded, however long a line or a log is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from nan_detector._eventlog import is_torn, parse_line
+from nan_detector._records import Record
+
+#: Bytes of a line from which it cannot be ours: the longest event has a hundredth of it.
+LONGEST_LINE = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A line that could not be read.
+
+    Attributes:
+        file: The log's file.
+        line: The line's number, from 1.
+        message: What is wrong with it, in a sentence. May hold parts of the line: as untrusted as the log.
+    """
+
+    file: Path
+    line: int
+    message: str
+
+
+def read_lines(
+    path: Path, on_bytes: Callable[[int], object] | None = None, longest: int = LONGEST_LINE
+) -> Iterator[Record | Problem]:
+    """The records of one file in order, and a `Problem` in place of each line that is none.
+
+    Args:
+        path: The file.
+        on_bytes: Called with the length of each line, once it has been read; for a progress bar.
+        longest: Bytes of a line above which it is not looked at.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with open(path, "rb") as file:
+        number = 0
+        while line := file.readline(longest + 1):
+            number += 1
+            found = _too_long(file, path, number, longest) if len(line) > longest else _read(path, number, line)
+            if on_bytes is not None:
+                on_bytes(len(line))
+            if found is not None:
+                yield found
+
+
+def _read(path: Path, number: int, line: bytes) -> Record | Problem | None:
+    if not line.strip():
+        return None
+    try:
+        return parse_line(line)
+    except ValueError as error:
+        if is_torn(line):
+            return Problem(path, number, "the last line was cut off: the run died while it wrote it, or still runs.")
+        return Problem(path, number, str(error))
+
+
+def _too_long(file: BinaryIO, path: Path, number: int, longest: int) -> Problem:
+    while rest := file.readline(longest):
+        if rest.endswith(b"\n"):
+            break
+    return Problem(path, number, f"the line has more than {longest} bytes, and is no record for that.")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import types
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +141,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What `run_script` is asked for; the script itself is not run."""
     got: list[dict[str, Any]] = []
 
-    def run_script(script: str, args: list[str], **options: Any) -> int:
-        got.append({"script": script, "args": args, **options})
+    from nan_detector._watch_script import Watching
+
+    def run_script(script: str, args: list[str], *, module: bool, options: Watching) -> int:
+        got.append({"script": script, "args": args, "module": module, **asdict(options)})
         return 7
 
     fake = types.ModuleType("nan_detector._watch_script")
     fake.run_script = run_script  # type: ignore[attr-defined]
+    fake.Watching = Watching  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "nan_detector._watch_script", fake)
     return got
 
@@ -155,13 +159,24 @@ def test_run_hands_over_what_it_was_told(calls: list[dict[str, Any]], tmp_path: 
     script.write_text("")
     assert main(["run", str(script)]) == 7
     assert calls == [
-        {"script": str(script), "args": [], "module": False, "watch": "step", "on_nan": "stop", "log_dir": None}
+        {
+            "script": str(script),
+            "args": [],
+            "module": False,
+            "watch": "step",
+            "on_nan": "stop",
+            "log_dir": None,
+            "capsule": False,
+        }
     ]
 
 
 def test_run_takes_options_before_the_script_and_leaves_those_behind_it(calls: list[dict[str, Any]]):
     own = ["--epochs", "3", "--watch", "never", "-m", "--log=x", "--help", "--", "--version", "", "-h"]
-    assert main(["run", "--watch", "layers", "--on-nan=skip", "--log", "runs/1", "-m", "pkg.train", *own]) == 7
+    assert (
+        main(["run", "--watch", "layers", "--on-nan=skip", "--log", "runs/1", "--capsule", "-m", "pkg.train", *own])
+        == 7
+    )
     assert calls == [
         {
             "script": "pkg.train",
@@ -170,6 +185,7 @@ def test_run_takes_options_before_the_script_and_leaves_those_behind_it(calls: l
             "watch": "layers",
             "on_nan": "skip",
             "log_dir": "runs/1",
+            "capsule": True,
         }
     ]
 

@@ -2,98 +2,221 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nan_detector._detector import NaNDetector
 from nan_detector._errors import NonFiniteError
 from nan_detector._state import BUG, is_replaying, logger, strict, switched_off
 
-#: Training calls without a new model after which the search ends until a step of unknown parameters shows up.
+#: Training calls without a new model after which the search ends until an optimizer is met that steps another one.
 SETTLED_CALLS = 200
 
 
+class _Depth(threading.local):
+    value = 0
+
+
 class AutoWatch:
-    """Watches whatever trains on the calling thread, with one detector for all of it.
+    """Watches whatever trains in this process, on the first thread that does, with one detector at a time.
+
+    Models are added to the detector as they are met. When every optimizer it knew is gone and another model comes (the
+    next fold, the next trial of a search), it ends, so that it does not keep the old models alive, and another one goes
+    on counting where it stopped.
 
     Args:
-        make: Makes the detector for the first model found.
+        make: Makes a detector for the first model found.
+
+    Attributes:
+        detector: The one at work, or the last one; None before the first.
     """
 
     def __init__(self, make: Callable[[torch.nn.Module], NaNDetector]) -> None:
         self._make = make
         self.detector: NaNDetector | None = None
-        self._thread = threading.get_ident()
-        self._depth = 0
-        self._watched: set[int] = set()
+        self._thread: int | None = None
+        self._depth = _Depth()
+        self._met: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._steppers: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose parameters are accounted for
         self._quiet_calls = 0
-        self._handles: list[Any] = []
+        self._skipped_before = self._steps_before = 0
+        self._search: list[Any] = []
+        self._hooks: list[Any] = []
+        self._open = False
 
     def __enter__(self) -> AutoWatch:
-        if switched_off():
-            return self
-        module = torch.nn.modules.module
-        self._handles = [
-            module.register_module_forward_pre_hook(self._enter),
-            module.register_module_forward_hook(self._leave, always_call=True),
-        ]
+        if not switched_off():
+            self._open = True
+            self._hooks = [register_optimizer_step_pre_hook(self._before_step)]
+            self._start_searching()
+            _in_forked_children(self)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._stop_searching()
+        self._stand_down()
         if self.detector is not None:
             self.detector.__exit__(kind, error, trace)
 
-    def _stop_searching(self) -> None:
-        for handle in self._handles:
+    @property
+    def in_vain(self) -> bool:
+        """True when nothing was found, although it was looked for."""
+        return self.detector is None and not switched_off()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were not taken, so far."""
+        return self._skipped_before + (self.detector.skipped_steps if self.detector is not None else 0)
+
+    def _stand_down(self) -> None:
+        self._open = False
+        self._stop_searching()
+        for handle in self._hooks:
             handle.remove()
-        self._handles.clear()
+        self._hooks.clear()
+
+    def _start_searching(self) -> None:
+        module = torch.nn.modules.module
+        self._quiet_calls = 0
+        if not self._search:
+            self._search = [
+                module.register_module_forward_pre_hook(self._enter),
+                module.register_module_forward_hook(self._leave, always_call=True),
+            ]
+
+    def _stop_searching(self) -> None:
+        for handle in self._search:
+            handle.remove()
+        self._search.clear()
 
     def _elsewhere(self) -> bool:
-        return torch.compiler.is_compiling() or is_replaying() or threading.get_ident() != self._thread
+        return (
+            torch.compiler.is_compiling()
+            or is_replaying()
+            or (self._thread is not None and threading.get_ident() != self._thread)
+        )
+
+    # -- the search ----------------------------------------------------------------------------------------------------
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
         if self._elsewhere():
             return
-        self._depth += 1
-        if self._depth > 1 or not torch.is_grad_enabled():
+        self._depth.value += 1
+        if self._depth.value > 1 or not torch.is_grad_enabled():
             return
-        if id(module) in self._watched:
+        if module in self._met:
             self._quiet_calls += 1
             if self._quiet_calls > SETTLED_CALLS:
                 self._stop_searching()
             return
-        self._watched.add(id(module))
         if not any(p.requires_grad for p in module.parameters()):
-            return
+            return  # a loss function; or it is frozen, and may train later
+        self._met.add(module)
         self._quiet_calls = 0
         keywords = _keywords_of_call()
+        self._contain(self._watch, module, args, keywords)
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not self._elsewhere():
+            self._depth.value = max(0, self._depth.value - 1)
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if optimizer in self._steppers or self._elsewhere():
+            return
+        self._depth.value = 0  # an interrupted call has not told that it ended
+        if self._search:
+            return
+        self._steppers.add(optimizer)
+        detector = self.detector
+        if detector is not None and not _knows(detector, optimizer):
+            self._start_searching()
+
+    # -- the watch -----------------------------------------------------------------------------------------------------
+
+    def _watch(self, module: torch.nn.Module, args: Any, keywords: dict[str, Any]) -> None:
+        model = getattr(module, "_orig_mod", module)  # what torch.compile has wrapped
+        self._end_of_the_last()
+        if self.detector is None or self._thread is None:
+            self._skipped_before = self.skipped_steps
+            self.detector, self._thread = self._make(model), threading.get_ident()
+            self.detector.attach()
+            if self.detector._engine is not None:
+                self.detector._engine.run.groups = self._steps_before
+        else:
+            self.detector._add_model(model)
+        # This very call began before the module was hooked.
+        if model is module:
+            self.detector.enter_call(model, args, keywords)
+
+    def _end_of_the_last(self) -> None:
+        """The detector at work ends when all that it watched training is over and done with."""
+        engine = self.detector._engine if self.detector is not None else None
+        if self.detector is None or engine is None or not engine.has_stepped:
+            return
+        if engine.known_optimizers():
+            gc.collect()  # an optimizer and its scheduler hold each other
+        if not engine.known_optimizers():
+            self._steps_before = engine.run.groups
+            self.detector.detach()
+            self._thread = None
+
+    def _contain(self, work: Callable[..., None], *args: Any) -> None:
         try:
-            self._watch(module, args, keywords)
+            work(*args)
         except NonFiniteError:
             raise
         except Exception:
             if strict():
                 raise
             logger.exception(BUG)
-            self._stop_searching()
+            self._stand_down()
 
-    def _watch(self, module: torch.nn.Module, args: Any, keywords: dict[str, Any]) -> None:
-        if self.detector is None:
-            self.detector = self._make(module)
-            self.detector.attach()
-        else:
-            self.detector._add_model(module)
-        # This very call began before the module was hooked.
-        self.detector.enter_call(module, args, keywords)
+    def _forked(self) -> None:
+        """This is a child process now: what the parent watches is none of its business, what it trains itself is."""
+        if not self._open:
+            return
+        if self.detector is not None:
+            _forget(self.detector)
+        self.detector, self._thread = None, None
+        self._depth, self._met, self._steppers = _Depth(), weakref.WeakSet(), weakref.WeakSet()
+        self._start_searching()
 
-    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if not self._elsewhere():
-            self._depth = max(0, self._depth - 1)
+
+def _in_forked_children(watch: AutoWatch) -> None:
+    """Have `watch` begin anew in each child; a callback of this kind cannot be taken back, so it holds nothing."""
+    known = weakref.WeakMethod(watch._forked)
+
+    def forked() -> None:
+        method = known()
+        if method is not None:
+            method()
+
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(after_in_child=forked)
+
+
+def _knows(detector: NaNDetector, optimizer: Any) -> bool:
+    """False where `optimizer` trains something that is part of no watched model."""
+    engine = detector._engine
+    trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    return engine is None or all(id(p) in engine.run.ours for p in trained)
+
+
+def _forget(detector: NaNDetector) -> None:
+    """Leave a detector that a forked child has inherited: nothing is judged, and the parent's log is the parent's."""
+    engine, book = detector._engine, detector._book
+    if book is not None and book.log is not None:
+        book.log.abandon()
+    if engine is not None:
+        engine.standing_down = True
+        detector.detach()
 
 
 def _keywords_of_call() -> dict[str, Any]:

@@ -225,6 +225,11 @@ class Engine:
         known = (s.optimizer() for s in self._stepped_by.values() if s.counted)
         return [o for o in known if o is not None]
 
+    @property
+    def has_stepped(self) -> bool:
+        """True once an optimizer has stepped a watched model."""
+        return any(s.counted for s in self._stepped_by.values())
+
     def before_step(self, optimizer: Any, args: Any, kwargs: Any, current: Session) -> tuple[Any, Any] | None:
         """The gate. None lets the step through; a replaced call takes its place."""
         if self.standing_down or is_stand_in(optimizer):

@@ -97,6 +97,15 @@ class EventLog:
                 except OSError as error:  # a network mount may report a full disk only now
                     self._stand_down(error)
 
+    def abandon(self) -> None:
+        """In a forked child: write nothing more. The rows kept back are those of the parent, which writes them."""
+        self._lock = threading.RLock()  # the parent may have held it on another thread
+        self._rows = []
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
+
     def __enter__(self) -> EventLog:
         return self
 

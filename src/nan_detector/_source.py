@@ -28,6 +28,7 @@ __all__ = [
     "here",
     "here_until",
     "is_user_code",
+    "is_user_file",
     "location_of",
     "source_context",
 ]
@@ -249,6 +250,11 @@ def source_context(location: Location, before: int = 1, after: int = 0) -> list[
 def is_user_code(code: object) -> bool:
     """True for the code of a function that the user, and no library, wrote."""
     return isinstance(code, types.CodeType) and _is_user(code.co_filename)
+
+
+def is_user_file(filename: str) -> bool:
+    """True for the file name of code that the user, or a library other than PyTorch, wrote."""
+    return _is_user(filename)
 
 
 def _is_user(filename: str) -> bool:

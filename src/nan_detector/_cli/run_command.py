@@ -1,8 +1,8 @@
 """Run a script that nobody changed, with the watch on.
 
 SCRIPT gets the arguments that follow it, and runs as if Python had started it. When a NaN or Inf is born, the report
-says where and why, and the step that would have poisoned the weights is not taken. The exit status is the script's
-own, and 3 when a bad step stopped it.
+on standard error says where and why, and the step that would have poisoned the weights is not taken. The exit status
+is the script's own, and 3 when an event stopped it.
 
 For example:
 
@@ -38,6 +38,9 @@ def command(
         str,
         typer.Option("--on-nan", metavar="POLICY", help="What then happens: stop, raise, warn, skip, or rollback."),
     ] = Policy.STOP.value,
+    capsule: Annotated[
+        bool, typer.Option("--capsule", help="Also keep what replays the bad step elsewhere: tensors are written.")
+    ] = False,
     log: Annotated[
         str | None,
         typer.Option(
@@ -55,8 +58,9 @@ def command(
         raise CommandError(f"SCRIPT={script!r} is not there: give the path of a Python script, or -m and a module.")
 
     def act() -> int:
-        from nan_detector._watch_script import run_script
+        from nan_detector._watch_script import Watching, run_script
 
-        return run_script(script, list(args or ()), module=module, watch=watch, on_nan=on_nan, log_dir=log)
+        options = Watching(watch=watch, on_nan=on_nan, log_dir=log, capsule=capsule)
+        return run_script(script, list(args or ()), module=module, options=options)
 
     return act

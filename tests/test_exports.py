@@ -19,6 +19,7 @@ PROMISED = {
     "GradEvent",
     "Hazard",
     "Location",
+    "LossTerm",
     "NaNDetector",
     "NaNEvent",
     "NonFiniteError",

@@ -18,7 +18,18 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
 from _strategies import records_of
-from nan_detector._records import RECORDS, Cause, GradEvent, Location, NaNEvent, Record, Site, TensorStats, Trial
+from nan_detector._records import (
+    RECORDS,
+    Cause,
+    GradEvent,
+    Location,
+    LossTerm,
+    NaNEvent,
+    Record,
+    Site,
+    TensorStats,
+    Trial,
+)
 from nan_detector._schema import main, mismatch, schema, schema_text
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +50,7 @@ EVENT = NaNEvent(
     trials=(Trial("fix", "does the fix help?", True, "loss 0.734"),),
     spread=(Site("sqrt", "forward", "encoder.norm2", "CustomNorm"),),
     loss=math.nan,
+    loss_terms=(LossTerm("kl", math.inf, False, 0.1, Location("train.py", 4, "step", "kl = loss(mu)")),),
 )
 
 
@@ -141,7 +153,7 @@ def test_the_command_runs_as_a_module(tmp_path: Path):
     assert (tmp_path / "schema.json").read_text(encoding="utf-8") == COMMITTED.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("kind", [*RECORDS.values(), Location, TensorStats, Site, Cause, Trial])
+@pytest.mark.parametrize("kind", [*RECORDS.values(), Location, TensorStats, Site, Cause, Trial, LossTerm])
 def test_the_documentation_describes_each_field(kind: type[Record]):
     text = (ROOT / "docs" / "records.md").read_text(encoding="utf-8")
     section = re.search(rf"^##+ `{kind.__name__}`.*?(?=^##+ |\Z)", text, re.DOTALL | re.MULTILINE)

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nan_detector._records import Cause, Location, NaNEvent, Site, TensorStats, Trial
+from nan_detector._records import Cause, Location, LossTerm, NaNEvent, Site, TensorStats, Trial
 from nan_detector._summary import SOURCE, Row, describe, headline, report, rows, title, where
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -114,6 +114,43 @@ def in_the_loss() -> NaNEvent:
         reproduced="yes",
         action="skip",
         loss=math.nan,
+    )
+
+
+def sum_of_terms() -> NaNEvent:
+    return event(
+        phase="loss",
+        op="exp",
+        call="out.exp",
+        location=line("train.py", 11, "step"),
+        output=stats(posinf_count=1),
+        cause=Cause("exp_overflow", "exponential beyond the range of its dtype", "", ("the input is 103",)),
+        reproduced="yes",
+        action="stop",
+        loss=math.inf,
+        loss_terms=(
+            LossTerm("recon", 0.6912, True, 1.0, line("train.py", 10, "step")),
+            LossTerm("kl", math.nan, False, 0.1, line("train.py", 11, "step")),
+            LossTerm("beta * entropy", 3.25, True, -1.0, line("train.py", 11, "step")),
+        ),
+    )
+
+
+def sum_of_many_terms() -> NaNEvent:
+    values = [0.5 * i if i not in (2, 11) else math.inf for i in range(14)]
+    return event(
+        phase="loss",
+        call="sum(losses)",
+        location=line("train.py", 12, "step"),
+        output=stats(posinf_count=1),
+        reproduced="yes",
+        loss=math.inf,
+        loss_terms=tuple(
+            LossTerm(
+                f"criterion(heads[{i}](out), targets[{i}])", v, math.isfinite(v), 1.0, line("train.py", 11, "step")
+            )
+            for i, v in enumerate(values)
+        ),
     )
 
 
@@ -237,6 +274,8 @@ EVENTS = {
     for f in (
         forward_op,
         in_the_loss,
+        sum_of_terms,
+        sum_of_many_terms,
         backward_of_sqrt,
         bad_data,
         bad_state,

@@ -20,7 +20,7 @@ from nan_detector._moment import Moment
 from nan_detector._naming import Names
 from nan_detector._origin import birth_of, silent_births, trace_of, trace_of_line
 from nan_detector._quiet import quiet
-from nan_detector._records import Cause, NaNEvent, Phase, Reproduced, Severity, TensorStats, Verdict
+from nan_detector._records import Cause, LossTerm, NaNEvent, Phase, Reproduced, Severity, TensorStats, Verdict
 from nan_detector._replay import Replayed, Step
 from nan_detector._run_step import Call, WholeStep
 from nan_detector._samples import sample_ids
@@ -42,6 +42,7 @@ class Finding:
     micro_step: int = 0
     silent: tuple[Birth, ...] = ()
     sample_id: tuple[str, ...] = ()
+    loss_terms: tuple[LossTerm, ...] = ()
 
 
 def new_event(step: int, suspicion: Suspicion, *, phase: Phase, micro_step: int = 0, rank: int = 0) -> NaNEvent:
@@ -145,6 +146,8 @@ def investigate(
         births = tuple(birth_of(g) for g in silent_births(replayed.tracer))
         return Finding(reproduced="yes", notes=tuple(notes), silent=births)
     finding = _with_samples(_conclude(replayed, notes), names, entries)
+    if finding.reproduced == "yes":
+        finding = replace(finding, loss_terms=_loss_terms(step, replayed, finding.micro_step))
     poisoned = _poisoned_buffers(replayed, names) if finding.trace is not None else []
     if poisoned:
         shown = ", ".join(poisoned[:4]) + (f" and {len(poisoned) - 4} more" if len(poisoned) > 4 else "")
@@ -155,6 +158,15 @@ def investigate(
         )
         finding = replace(finding, notes=(*finding.notes, note))
     return finding
+
+
+def _loss_terms(step: Step, replayed: Replayed, micro_step: int) -> tuple[LossTerm, ...]:
+    """The summands of the loss that the birth belongs to: the first bad one, else that of its backward."""
+    losses = replayed.losses or [t for t in replayed.results_last if t.numel() == 1]
+    bad = next((t for t in losses if _finite.checkable(t) and not _finite.is_finite(t)), None)
+    if bad is None and not losses:
+        return ()
+    return step.sums.terms_of(losses[min(micro_step, len(losses) - 1)] if bad is None else bad)
 
 
 def _poisoned_buffers(replayed: Replayed, names: Names) -> list[str]:
@@ -291,6 +303,7 @@ def complete(
         micro_step=finding.micro_step,
         sample_index=birth.sample_index,
         sample_id=finding.sample_id,
+        loss_terms=finding.loss_terms,
         notes=(*event.notes, *notes, *((birth.note,) if birth.note else ())),
     )
 

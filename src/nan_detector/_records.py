@@ -183,6 +183,21 @@ class Trial(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class LossTerm(Record):
+    """A summand of the loss. The sum is that of `weight * value` over the terms.
+
+    What the whole sum is multiplied or divided by (a loss scale, the steps of gradient accumulation) is not part of
+    the weights. Of a term with many elements, `value` is their mean, or their sum, as the loss takes it.
+    """
+
+    text: str
+    value: float = _float()
+    finite: bool = True
+    weight: float = _float(1.0)
+    location: Location | None = _nested(Location, None)
+
+
+@dataclass(frozen=True, slots=True)
 class NaNEvent(Record):
     """A NaN or Inf was born. The first block of fields is the answer; the rest is its proof and its context."""
 
@@ -228,6 +243,7 @@ class NaNEvent(Record):
     notes: tuple[str, ...] = ()
     loss: float | None = _float(None)
     time: float = 0.0
+    loss_terms: tuple[LossTerm, ...] = _nested(LossTerm, ())
 
     @property
     def batch_idx(self) -> int:

@@ -10,6 +10,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from nan_detector._calls import public_name
 from nan_detector._errors import ReplayRefused
 from nan_detector._lineage import key_of
+from nan_detector._loss_terms import Sums
 from nan_detector._moment import Moment, Snapshot, is_passive_buffer, restore
 from nan_detector._naming import Names, is_made, is_move
 from nan_detector._patches import ReplayEnds
@@ -89,6 +91,7 @@ class Step:
         self.tracer.protected = self._is_users_memory
         self.tracer.on_leaf = self._stash
         self.replayed = Replayed(self.tracer)
+        self.sums = Sums(make_call.__code__)
         self._made_inputs: dict[int, tuple[BirthKind, str]] = {}
         self._own: set[int] = set()
         self._gradients: set[Entry] = set()  # calls that gave gradients, or what was made of gradients alone
@@ -519,7 +522,9 @@ class _ApiNames(TorchFunctionMode):
         tracer.api, tracer.api_inputs = public_name(func), args
         tracer.transformed = _functorch_level() is not None
         try:
-            return self.step.called(func, args, kwargs or {}, lambda: func(*args, **(kwargs or {})))
+            given = kwargs or {}
+            run = partial(self.step.called, func, args, given, lambda: func(*args, **given))
+            return self.step.sums.follow(func, args, given, tracer.mark, run)
         finally:
             tracer.api, tracer.api_inputs, tracer.transformed = outer
 

@@ -165,7 +165,9 @@ class _Tree:
         self.by_range: dict[_Range, ast.AST] = {}
         self.by_line: dict[int, list[ast.AST]] = {}
         self.imported: set[str] = set()
-        for node in ast.walk(ast.parse(text)):
+        self._module = ast.parse(text)
+        self._statements: dict[ast.AST, tuple[ast.expr, ast.expr]] | None = None
+        for node in ast.walk(self._module):
             if isinstance(node, _Operation):
                 self.by_range[(node.lineno, node.end_lineno or 0, node.col_offset, node.end_col_offset or 0)] = node
                 self.by_line.setdefault(node.lineno, []).append(node)
@@ -183,6 +185,19 @@ class _Tree:
                     member = getattr(sys.modules.get(node.module or ""), alias.name, None)
                     if isinstance(member, (types.ModuleType, type)):
                         self.imported.add(alias.asname or alias.name)
+
+    def statement_of(self, node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
+        """Target and value of the assignment within which `node` stands; None where there is no single target."""
+        if self._statements is None:
+            self._statements = {}
+            for s in ast.walk(self._module):
+                targets = s.targets if isinstance(s, ast.Assign) else [getattr(s, "target", None)]
+                value = s.value if isinstance(s, (ast.Assign, ast.AnnAssign, ast.AugAssign)) else None
+                target = targets[0]
+                if value is not None and len(targets) == 1 and isinstance(target, ast.expr):
+                    inside = [s] if isinstance(s, ast.AugAssign) else []
+                    self._statements.update(dict.fromkeys([*inside, *ast.walk(value)], (target, value)))
+        return self._statements.get(node)
 
 
 @functools.lru_cache(maxsize=4)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from nan_detector._records import Location, NaNEvent, Site, TensorStats, Trial
 from nan_detector._source import source_context
 from nan_detector._source_text import clean
+from nan_detector._summary_loss import term_lines
 
 #: Label of the row that holds source lines. Renderers show its lines two columns further left, without the label.
 SOURCE = "source"
@@ -134,6 +135,7 @@ def rows(event: NaNEvent) -> tuple[Row, ...]:
         ("fix", _fix(event)),
         ("tried", [_trial(t) for t in event.trials if not _is_fix(t)]),
         ("verdict", [_VERDICTS.get(event.verdict, "")]),
+        ("terms", term_lines(event.loss_terms, _short_path)),
         ("spread", [_spread(event)]),
         ("before", _joined_if_short(event.before)),
         ("state", [_state(event)]),

@@ -87,6 +87,7 @@ TABLE = (
             "_state_check",
             "_stored",
             "_gate",
+            "_erased",
             "_hit",
             "_hyper",
             "_isolate",

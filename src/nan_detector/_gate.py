@@ -167,6 +167,7 @@ class Suspicion:
         loss: Value of the first bad loss, or of the last one.
         hyper: A hyperparameter that would damage the weights.
         note: What else made it suspicious.
+        erased: Gradients of 0 are all that is wrong: the step damages nothing.
     """
 
     losses: tuple[int, ...] = ()
@@ -174,9 +175,10 @@ class Suspicion:
     loss: float | None = None
     hyper: Any = None
     note: str = ""
+    erased: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.losses or self.gradients or self.hyper)
+        return bool(self.losses or self.gradients or self.hyper or self.erased)
 
     def symptom(self) -> str:
         """What was seen, for a person."""

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,6 +96,7 @@ def investigate(
     silent: bool = False,
     unscaled: bool = False,
     call: Call | None = None,
+    conclude: Callable[[Replayed, list[str]], Finding] | None = None,
 ) -> Finding:
     """Replay the step on `tape` and trace the harm to its birth. Never raises on the training's account.
 
@@ -106,6 +107,7 @@ def investigate(
         silent: Look for overflows that did no harm instead.
         call: Replay this call of a step function instead of what is on the tape.
         unscaled: Replay with every loss scale at 1: what is bad then is not the scaler's doing.
+        conclude: What to make of the replay; None for the birth that the step's harm goes back to.
     """
     notes = [f"dropped: {d}" for d in tape.dropped]
     entries = relevant_entries(tape)
@@ -145,6 +147,8 @@ def investigate(
     if silent:
         births = tuple(birth_of(g) for g in silent_births(replayed.tracer))
         return Finding(reproduced="yes", notes=tuple(notes), silent=births)
+    if conclude is not None:
+        return conclude(replayed, notes)
     finding = _with_samples(_conclude(replayed, notes), names, entries)
     if finding.reproduced == "yes":
         finding = replace(finding, loss_terms=_loss_terms(step, replayed, finding.micro_step))

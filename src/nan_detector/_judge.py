@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from nan_detector._aftermath import Aftermath, BadState
+from nan_detector._erased import SYMPTOM, Erasures
 from nan_detector._errors import NonFiniteError
 from nan_detector._evaluation import Evaluation, Seen, bad_outputs
 from nan_detector._finite import read
 from nan_detector._forewarn import Forewarning
 from nan_detector._further import Further
 from nan_detector._gate import Reading, Suspicion, column_names, confirm, glance, measure, take, without_scale
+from nan_detector._hit import Finding
 from nan_detector._hyper import HyperProblem, bad_hyperparameter
 from nan_detector._layers import absolute_maxima
 from nan_detector._naming import Names
@@ -47,6 +49,7 @@ class Judge:
         self._plain = type(watch) is StepWatch and self.further is None
         self.skipping: Stepped | None = None  # whose step a GradScaler does not take
         self._skips = Skips()
+        self.erasures = Erasures()
         self._forewarning = Forewarning()  # of a loop that updates the weights itself
         self._warned_step: int | None = None
 
@@ -126,6 +129,8 @@ class Judge:
             if suspicion:
                 refuse = self._hit(current, suspicion, pending, optimizer)
                 overflow = False
+        if not (suspicion or overflow or refuse) and reading.total == 0.0:
+            suspicion, refuse = self._erased(current, pending, optimizer)
         if scale is not None:
             if overflow:
                 self.run.ledger.scaler_skips += 1
@@ -160,7 +165,12 @@ class Judge:
         with quiet():
             names, grads = stepped.gradients()
             reading = glance(grads, loss, state)
-            if reading is None or reading.suspicious or (reading.largest or 0.0) > run.config.grad_norm_warn:
+            if (
+                reading is None
+                or reading.suspicious
+                or not reading.total
+                or (reading.largest or 0.0) > run.config.grad_norm_warn
+            ):
                 return False
             rate = optimizer.param_groups[0].get("lr")
             lr = float(rate) if isinstance(rate, (int, float)) else None
@@ -176,10 +186,31 @@ class Judge:
             stepped.forewarning.feed(run, optimizer, reading, names, lr)
         return True
 
-    def _hit(self, current: Session, suspicion: Suspicion, pending: list[Entry], optimizer: Any) -> bool:
+    def _erased(self, current: Session, pending: list[Entry], optimizer: Any) -> tuple[Suspicion, bool]:
+        """Every gradient is 0: the event, and whether the step is refused, where an overflowed norm made them so."""
+        key = id(optimizer) if optimizer is not None else 0
+        if not self.erasures.suspected(current.tape, pending, key, self.run.groups):
+            return Suspicion(), False
+        finding = self.responder.erased_by(current)
+        if finding is None:
+            return Suspicion(), False
+        self.erasures.over(key)
+        suspicion = Suspicion(note=SYMPTOM, erased=True)
+        return suspicion, self._hit(current, suspicion, pending, optimizer, finding)
+
+    def _hit(
+        self,
+        current: Session,
+        suspicion: Suspicion,
+        pending: list[Entry],
+        optimizer: Any,
+        finding: Finding | None = None,
+    ) -> bool:
         stepping = optimizer is not None or self.run.updating
         try:
-            return self.responder.hit(current, suspicion, len(pending), stepping=stepping, optimizer=optimizer)
+            return self.responder.hit(
+                current, suspicion, len(pending), stepping=stepping, optimizer=optimizer, finding=finding
+            )
         except NonFiniteError:
             # The step has been judged: it must not be judged a second time when the block ends.
             current.tape.judged(keep_alive=True)

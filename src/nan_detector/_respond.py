@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from nan_detector._aftermath import Aftermath, BadState, Damage
 from nan_detector._before import before_sentences
 from nan_detector._config import Policy, Replay, policy_named
+from nan_detector._erased import erased
 from nan_detector._errors import NonFiniteError
 from nan_detector._gate import Suspicion
 from nan_detector._hit import FINITE_AGAIN, Finding, complete, investigate, new_event, weights_state
@@ -94,7 +95,8 @@ class Responder:
         event = self._explained(current, event, suspicion, finding)
         event = replace(event, sample_id=run.ids_of(event.sample_index) or event.sample_id)
         policy = self._policy(event)
-        event = replace(event, weights=self._weights(event, policy, stepping), action=policy.value)
+        weights = self._weights(event, policy, stepping and not suspicion.erased)
+        event = replace(event, weights=weights, action=policy.value)
         if isinstance(suspicion.hyper, BadState) and suspicion.hyper.since is not None and event.phase == "state":
             event = replace(event, weights=f"damaged since step {suspicion.hyper.since}")
         return self._decided(event, policy, key, later=optimizer is not None)
@@ -241,6 +243,21 @@ class Responder:
         with current.off():
             finding = investigate(current.tape, self.run.models, self.run.config.replay_budget_s, unscaled=True)
         return finding if finding.trace is not None and finding.trace.birth is not None else None
+
+    def erased_by(self, current: Session) -> Finding | None:
+        """The overflow that left this step without gradients, if one did."""
+        if self.run.config.replay is Replay.OFF:
+            return None
+        call = self.running or self.raised
+        ways = (None, call) if call is not None and call.session is current and call.whole else (None,)
+        with current.off():
+            for way in ways:
+                finding = investigate(
+                    current.tape, self.run.models, self.run.config.replay_budget_s, call=way, conclude=erased
+                )
+                if finding.trace is not None:
+                    return finding
+        return None
 
     def after_exception(self, current: Session, error: BaseException) -> None:
         """The user's code raised: if a bad value made it do so, the event must still be there."""

@@ -199,7 +199,9 @@ def _operation(event: NaNEvent) -> str:
         return name
     # A hand-written backward is the user's own code: there the operation itself is guilty, not a derivative.
     inside_backward = event.location is not None and event.location.function.rsplit(".", 1)[-1] == "backward"
-    return name if inside_backward else f"derivative of {name}"
+    # Clipping works on gradients that are there already.
+    clips = event.cause is not None and event.cause.code in ("clip_norm_overflow", "clip_spreads_nan")
+    return name if inside_backward or clips else f"derivative of {name}"
 
 
 def _short_path(file: str) -> str:

@@ -104,6 +104,7 @@ TABLE = (
             "_optimizer_events",
             "_origin",
             "_patches",
+            "_peaks",
             "_python_state",
             "_recorder",
             "_replay",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from nan_detector._config import Config
 from nan_detector._eventlog import EventLog
-from nan_detector._records import GradEvent, NaNEvent, Record, WarningRecord
+from nan_detector._records import GradEvent, NaNEvent, Record, StepRow, WarningRecord
 from nan_detector._state import log_beside_stderr, logger, strict
 from nan_detector._summary import headline
 
@@ -29,6 +29,8 @@ class Book:
         self.dropped = 0
         self.log = EventLog(config.log_dir) if config.log_dir is not None else None
         self._counts: dict[str, int] = {}
+        #: Gives the rows of the flight recorder that the log lacks, where there are such.
+        self.rows_for_log: Callable[[], Iterable[StepRow]] | None = None
 
     def write(self, record: Record, sync: bool = False) -> None:
         """Put a line into the log, where there is one."""
@@ -51,6 +53,7 @@ class Book:
             for i, known in enumerate(self.events):
                 if known.event_id == event.event_id:
                     self.events[i] = event
+        self._write_rows()
         try:
             self._show(event)
         except Exception:
@@ -59,6 +62,18 @@ class Book:
                 raise
             logger.exception("the event could not be shown")
         self._tell(self._config.on_event, event, "on_event")
+
+    def _write_rows(self) -> None:
+        if self.log is None or not self.log.active or self.rows_for_log is None:
+            return
+        try:
+            for row in self.rows_for_log():
+                self.write(row)
+        except Exception:
+            # A device that fails when the recorder is read: the event is in the log all the same.
+            if strict():
+                raise
+            logger.exception("the layers' history could not be written to the log")
 
     def _show(self, event: NaNEvent) -> None:
         level = logging.ERROR if event.severity == "error" else logging.WARNING
@@ -90,6 +105,8 @@ class Book:
 
     def close(self) -> None:
         """Flush and close the log."""
+        self._write_rows()
+        self.rows_for_log = None
         if self.log is not None:
             self.log.close()
 

@@ -22,6 +22,7 @@ from nan_detector._errors import NonFiniteError
 from nan_detector._hazards import Hazards
 from nan_detector._judge import Judge, parameters_with_gradients
 from nan_detector._keeper import Keeper
+from nan_detector._peaks import Peaks
 from nan_detector._quiet import hidden
 from nan_detector._respond import Responder
 from nan_detector._roots import Roots
@@ -77,6 +78,8 @@ class Engine:
         self.responder = Responder(self.run, self.watch, self.aftermath, self.keeper)
         self.judge = Judge(self.run, self.watch, self.responder, self.aftermath, Rounds(self.run, self._stepped_by))
         self.hazards = Hazards(self.run, self.watch)
+        if config.watch is Watch.LAYERS:
+            book.rows_for_log = Peaks(self.run, lambda: self.watch.limits).rows
         self.roots = Roots(list(models.values()), self.on_enter, self.on_leave, self.contain)
 
     # -- from attach to detach -------------------------------------------------------------------------------------

@@ -146,6 +146,11 @@ class Recorder:
         return sum(n is not None and n.order >= since for t in self._tables for n in t.numbers)
 
     @property
+    def appended(self) -> int:
+        """How many rows there have been."""
+        return self._count
+
+    @property
     def nbytes(self) -> int:
         """Device memory of the rings, in bytes."""
         return sum(t.ring.numel() * t.ring.element_size() for t in self._tables)

@@ -56,6 +56,7 @@ TABLE = (
             "_eventlog",
             "_ledger",
             "_loss_text",
+            "_notebook",
             "_reading",
             "_schema",
             "_source",
@@ -144,6 +145,7 @@ TABLE = (
 #: Imports that point up, each with the reason why it stays.
 UPWARD = {
     ("_records", "_summary"): "print(event) shows the report; the import is inside __str__",
+    ("_records", "_render.notebook"): "a notebook shows the report; the import is inside _repr_html_",
 }
 
 

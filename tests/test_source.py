@@ -461,7 +461,7 @@ def test_cells_of_a_notebook_are_read_from_linecache():
     try:
         with Calls() as calls:
             exec(compile(text, name, "exec"), {"torch": torch})
-        assert location_of(calls.mark("sqrt")) == Location(name, 2, "<module>", "y = x / torch.sqrt(x)")
+        assert location_of(calls.mark("sqrt")) == Location(name, 2, "<module>", "y = x / torch.sqrt(x)", "In[7]")
         assert call_expression(calls.mark("sqrt")) == "torch.sqrt"
         assert argument_text(calls.mark("div"), 1, None) == "torch.sqrt(x)"
         assert source_context(location_of(calls.mark("div"))) == [

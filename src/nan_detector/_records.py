@@ -292,6 +292,11 @@ class NaNEvent(Record):
 
         return report(self)
 
+    def _repr_html_(self) -> str:
+        from nan_detector._render import notebook
+
+        return notebook.fragment(self)
+
 
 @dataclass(frozen=True, slots=True)
 class GradEvent(Record):
@@ -345,7 +350,10 @@ class Hazard(Record):
     forecast_step: int | None = None
 
     def __str__(self) -> str:
-        where = f"{self.location.file}:{self.location.line}" if self.location is not None else "no line is known"
+        where = "no line is known"
+        if self.location is not None:
+            at = self.location
+            where = f"{at.file}:{at.line}" if at.cell is None else f"cell {at.cell}, line {at.line}"
         layer = f"{self.layer_name} " if self.layer_name is not None else ""
         return f"{self.distance:.2f}  {self.kind}  {layer}{self.call or self.op}  {where}: {self.message}"
 

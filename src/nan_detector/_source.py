@@ -15,6 +15,7 @@ import sysconfig
 import types
 from typing import NamedTuple
 
+from nan_detector._notebook import cell_of
 from nan_detector._records import Location
 from nan_detector._source_text import argument_text, call_expression, clean
 
@@ -221,6 +222,7 @@ def location_of(mark: Mark) -> Location:
         line=line,
         function=clean(getattr(code, "co_qualname", code.co_name)),  # co_qualname: Python 3.11
         source_line=clean(linecache.getline(code.co_filename, line).strip())[:MAX_LINE],
+        cell=cell_of(code.co_filename),
     )
 
 

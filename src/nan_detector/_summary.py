@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from nan_detector._notebook import is_cell
 from nan_detector._records import Location, NaNEvent, Site, TensorStats, Trial
 from nan_detector._source import source_context
 from nan_detector._source_text import clean
@@ -116,8 +117,17 @@ def where(event: NaNEvent) -> str:
     if tensor_first:
         parts = [event.tensor_name or "", module, _operation(event)]
     if event.location is not None:
-        parts.append(f"{_short_path(event.location.file)}:{event.location.line}")
+        parts.append(place(event.location))
     return clean("  ·  ".join(p for p in parts if p))
+
+
+def place(location: Location) -> str:
+    """File and line, or cell and line: `models/norm.py:41`, `cell In[3], line 7`."""
+    if location.cell is not None:
+        return clean(f"cell {location.cell}, line {location.line}")
+    if is_cell(location.file):  # of a notebook elsewhere: a path that leads nowhere would only mislead
+        return f"a notebook's cell, line {location.line}"
+    return clean(f"{_short_path(location.file)}:{location.line}")
 
 
 def rows(event: NaNEvent) -> tuple[Row, ...]:

@@ -145,7 +145,7 @@ def rows(event: NaNEvent) -> tuple[Row, ...]:
         ("fix", _fix(event)),
         ("tried", [_trial(t) for t in event.trials if not _is_fix(t)]),
         ("verdict", [_VERDICTS.get(event.verdict, "")]),
-        ("terms", term_lines(event.loss_terms, _short_path)),
+        ("terms", term_lines(event.loss_terms, place)),
         ("spread", [_spread(event)]),
         ("before", _joined_if_short(event.before)),
         ("state", [_state(event)]),

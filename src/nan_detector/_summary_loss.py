@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from nan_detector._before import number
-from nan_detector._records import LossTerm
+from nan_detector._records import Location, LossTerm
 
 _MOST_TERMS = 8
 _LONGEST_LINE = 110
 
 
-def term_lines(terms: Sequence[LossTerm], path: Callable[[str], str]) -> list[str]:
+def term_lines(terms: Sequence[LossTerm], place: Callable[[Location], str]) -> list[str]:
     """`recon 0.69 (train.py:41) + 0.1*kl NaN (train.py:42)`, or a line for each where they are many.
 
     Args:
         terms: The summands; fewer than two say nothing.
-        path: Shortens the name of a file.
+        place: Names a line of the source.
     """
     if len(terms) < 2:
         return []
@@ -24,11 +24,11 @@ def term_lines(terms: Sequence[LossTerm], path: Callable[[str], str]) -> list[st
     if len(shown) > _MOST_TERMS:
         kept = sorted(range(len(shown)), key=lambda i: (shown[i].finite, i))[: _MOST_TERMS - 1]
         shown = [shown[i] for i in sorted(kept)]
-    places = [f"{path(t.location.file)}:{t.location.line}" if t.location is not None else "" for t in shown]
+    places = [place(t.location) if t.location is not None else "" for t in shown]
     together = len(set(places)) == 1
     said = [f"{_signed(t, first=i == 0)} {number(t.value)}" for i, t in enumerate(shown)]
     if not together:
-        said = [f"{s} ({place})" if place else s for s, place in zip(said, places, strict=True)]
+        said = [f"{s} ({at})" if at else s for s, at in zip(said, places, strict=True)]
     elif places[0]:
         said[-1] += f"   ({places[0]})"
     if len(shown) < len(terms):

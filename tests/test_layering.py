@@ -89,6 +89,7 @@ TABLE = (
             "_stored",
             "_gate",
             "_erased",
+            "_scaled_clip",
             "_hit",
             "_hyper",
             "_isolate",

@@ -28,6 +28,7 @@ from nan_detector._respond import Responder
 from nan_detector._roots import Roots
 from nan_detector._rounds import Rounds
 from nan_detector._run import Run
+from nan_detector._scaled_clip import clip_since_backward
 from nan_detector._session import Session, session
 from nan_detector._skip import cancelled, closure_of, is_stand_in, judged
 from nan_detector._source import here
@@ -65,6 +66,7 @@ class Engine:
         self.guessed_groups = 0  # counted while no optimizer was known: one step, if one comes (accumulation)
         self._stepped_by: dict[int, Stepped] = {}
         self._spent = 0.0
+        self._clips_told: set[tuple[str, int]] = set()
         self._unforgotten = False  # the step was judged, and is not yet off the tape
         self.watch: StepWatch = _LEVELS[config.watch](self.run)
         self.aftermath = Aftermath(self.run, self._stepped_by, config.protect is Protect.FULL)
@@ -408,6 +410,22 @@ class Engine:
             finally:
                 self.judge.skipping = None
             self._end_of_step(current)
+
+    def unscaling(self, scaler: Any, optimizer: Any, current: Session) -> None:
+        """Gradients are about to be divided by the loss scale: was a clip before it?"""
+        if current.users:
+            self.contain(self._unscaling, scaler, optimizer, current)
+
+    def _unscaling(self, scaler: Any, optimizer: Any, current: Session) -> None:
+        clip = clip_since_backward(current.tape) if self.owns(optimizer) else None
+        if clip is None or (clip.location.file, clip.location.line) in self._clips_told:
+            return
+        scale = float(scaler.get_scale())
+        if not clip.is_meant(scale):
+            self._clips_told.add((clip.location.file, clip.location.line))
+            self.run.warn(
+                "clip_before_unscale", clip.message(self.run.step, scale), value=scale, location=clip.location
+            )
 
     def set_batch(self, index: int, sample_ids: tuple[str, ...], current: Session) -> None:
         """The user names the step that begins."""

@@ -44,6 +44,9 @@ class Watcher(Protocol):
     def scaler_skipped(self, scaler: Any, optimizer: Any, session: Session) -> None:
         """A GradScaler decided not to step."""
 
+    def unscaling(self, scaler: Any, optimizer: Any, session: Session) -> None:
+        """Gradients that carry a loss scale are about to lose it."""
+
 
 _lock = threading.RLock()
 _watchers: list[Watcher] = []
@@ -441,13 +444,20 @@ def _unscale(original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
     if is_replaying():
         return None
     current = session()
-    if current.users:
-        current.gradient_scale = None
+    if current.gradient_scale is not None:
+        _before_unscaling(scaler, optimizer, current)
     if not current.users or current.paused or current.busy or current.mode is None:
         return original(scaler, optimizer)
     # The division by the scale is part of the step's arithmetic, but the scaler's own bookkeeping cannot run twice.
     with current.off():
         return original(scaler, optimizer)
+
+
+def _before_unscaling(scaler: Any, optimizer: Any, current: Session) -> None:
+    current.gradient_scale = None
+    with current.off():
+        for watcher in list(_watchers):
+            watcher.unscaling(scaler, optimizer, current)
 
 
 def _scaler_step(original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -456,6 +466,8 @@ def _scaler_step(original: Callable[..., Any], scaler: Any, optimizer: Any, *arg
     current = session()
     if not current.users:
         return original(scaler, optimizer, *args, **kwargs)
+    if current.gradient_scale is not None:  # an optimizer that unscales by itself is never unscaled before
+        _before_unscaling(scaler, optimizer, current)
     gates_before = current.gates
     current.scaler = scaler
     try:

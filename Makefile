@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 
 .DELETE_ON_ERROR:  # half a venv would look like a whole one to the next run
 
-.PHONY: help demo test campaign check format schema readme clean
+.PHONY: help demo test campaign check format schema docs readme clean
 
 help:
 	@echo 'make demo      install, then watch a run go NaN and be explained'
@@ -19,6 +19,7 @@ help:
 	@echo 'make check     ruff, ruff format and mypy'
 	@echo 'make format    let ruff mend what it can'
 	@echo 'make schema    write schema/ anew from the records'
+	@echo 'make docs      write docs/causes.md anew from the list of causes and docs/causes/'
 	@echo 'make readme    write the sample report in README.md anew from the demo'
 	@echo 'make clean     remove what these commands made'
 
@@ -45,6 +46,9 @@ format: $(VENV)/.dev
 
 schema: $(VENV)/.dev
 	$(BIN)/python -m nan_detector._schema schema/records.schema.json
+
+docs: $(VENV)/.dev
+	$(BIN)/python tests/_causes_page.py
 
 readme: $(VENV)/.dev
 	$(BIN)/python tests/_readme.py

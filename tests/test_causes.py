@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from _causes_page import page_text
 from nan_detector import _causes
 from nan_detector._causes import CAUSES, FAMILIES, as_markdown, cause, explain
 
@@ -109,9 +110,8 @@ def test_an_entry_says_everything(info: _causes.CauseInfo):
 
 def test_the_documentation_is_the_list():
     page = ROOT / "docs" / "causes.md"
-    assert page.read_text(encoding="utf-8") == as_markdown(), (
-        "docs/causes.md is not what the list says. Write it again: "
-        "python -c \"from nan_detector._causes import as_markdown; print(as_markdown(), end='')\" > docs/causes.md"
+    assert page.read_text(encoding="utf-8") == page_text(), (
+        "docs/causes.md is not what the list and the programs say: run `make docs`"
     )
 
 

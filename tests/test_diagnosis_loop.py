@@ -70,6 +70,12 @@ def unscale_kernel() -> Trace:
     return traced(born("amp_foreach_non_finite_check_and_unscale", [g, inv], g * INF, **fields))
 
 
+def infinite_max_norm(call: str = "nn.utils.clip_grad_norm_") -> Trace:
+    """clip_grad_norm_(parameters, inf), to measure, with a norm that is inf: as a replay gives it, without inputs."""
+    birth = born("div", [], None, call=call, phase="backward", note="the number inf", args=("other=inf",))
+    return Trace(birth=birth, reached=("gradient",))
+
+
 def clip(*grads: torch.Tensor, name: str | None = None) -> Trace:
     norm = torch.stack([g.norm() for g in grads]).norm()
     fields = {"phase": "optimizer", "elementwise": False, "tensor_name": name, "line": "clip_grad_norm_(params, 1.0)"}
@@ -152,6 +158,11 @@ FIRES = [
         "Every gradient is finite (greatest element 3.00e+38), and the norm over them overflows float32.",
     ),
     ("clip_norm_overflow", lambda: foreach_norm(3e38), None),
+    (
+        "clip_norm_overflow",
+        infinite_max_norm,
+        "Every gradient is finite, and both max_norm and the norm over them are inf: inf / inf = NaN.",
+    ),
     ("clip_norm_overflow", clip_by_hand, None),
     ("optimizer_state_overflow", second_moment, "The optimizer squares gradients of up to 1.00e+20, beyond float32."),
     ("optimizer_state_overflow", lambda: second_moment(300.0, HALF), None),
@@ -210,6 +221,7 @@ NEAR = [
     ("clip_spreads_nan", lambda: clip(torch.full((4,), 3e38)), "clip_norm_overflow"),
     ("clip_norm_overflow", lambda: clip(torch.tensor([NAN])), "clip_spreads_nan"),
     ("clip_norm_overflow", second_moment, "optimizer_state_overflow"),
+    ("clip_norm_overflow", lambda: infinite_max_norm("rescale"), "unknown"),
     ("optimizer_state_overflow", clip_by_hand, "clip_norm_overflow"),
     ("optimizer_state_overflow", lambda: state("head.weight.exp_avg", INF, 1.0), "optimizer_state_non_finite"),
     ("optimizer_state_non_finite", lambda: state("head.summary", NAN, op="add"), "parameter_non_finite"),

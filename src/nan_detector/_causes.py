@@ -606,13 +606,20 @@ def cause(code: str, *evidence: str, fix: str | None = None) -> Cause:
     return Cause(info.code, info.title, info.explanation, tuple(_sentence(e) for e in evidence if e), fix or info.fix)
 
 
-def as_markdown() -> str:
-    """The text of `docs/causes.md`."""
+def as_markdown(programs: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The text of `docs/causes.md`.
+
+    Args:
+        programs: What is said of each code behind its fix, by code: Markdown without an empty line at either end.
+    """
     lines = [
         "# Causes",
         "",
         "Every event names its cause by one of these codes. A code names a mechanism, not an operation. The list is",
         "closed, and a code keeps its meaning once released. This page is written from the list in the source.",
+        "",
+        "Below each cause stand a program that fails in that way and what mends it. The tests run both: the event of",
+        "the first has this very code, and the second has none.",
     ]
     for heading, infos in FAMILIES:
         lines += ["", f"## {heading}"]
@@ -625,6 +632,8 @@ def as_markdown() -> str:
                 "",
                 f"*Fix:* {info.fix}",
             ]
+            if info.code in programs:
+                lines += ["", programs[info.code]]
     return "\n".join(lines) + "\n"
 
 

@@ -38,6 +38,7 @@ _STATE_KEYS = re.compile(
 _SECOND_MOMENTS = re.compile(r"_sq\b|square_avg|\bsum\b|acc_delta|variance|row_var|col_var|second")
 _RATES = ("lr", "learning_rate", "lr_schedule", "lr_scheduler")
 _SCALES = ("loss_scale", "grad_scale", "scale", "scaler", "inv_scale")
+_CLIPS = ("clip_grad_norm_", "clip_grads_with_norm_")
 _CLIP = r"clip_grad|clip_coef|grad.*norm|total_norm|clip"
 #: Operations that are innocent when they overflow: they only pass on what had grown.
 _CARRIERS = (
@@ -126,6 +127,10 @@ def clip_norm_overflow(birth: Birth, trace: Trace) -> Cause | None:
     """The gradients are finite, their norm is not."""
     if any(s.bad_count for s in operands(birth)) or not by_operation(birth):
         return None
+    if birth.note == "the number inf" and (birth.call or "").rpartition(".")[2] in _CLIPS:
+        # With a finite norm the quotient is inf, which clipping takes for 1; a bad gradient would have been the birth.
+        said = "Every gradient is finite, and both max_norm and the norm over them are inf: inf / inf = NaN."
+        return cause("clip_norm_overflow", said)
     outside = on_gradients(birth, trace)
     by_hand = outside and op_of(birth) in ("norm", "pow", "mul", "sum", "dot") and mentions(birth, _CLIP)
     by_norm = outside and op_of(birth) == "norm" and not in_optimizer_step(birth)

@@ -1,0 +1,13 @@
+import torch
+from torch import nn
+
+from nan_detector import NaNDetector
+
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(8, 4)
+with NaNDetector(model) as det:
+    action = torch.tanh(100 * model(x))
+    loss = torch.atanh(action).square().mean()
+    loss.backward()
+    optimizer.step()

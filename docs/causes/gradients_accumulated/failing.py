@@ -1,0 +1,15 @@
+import torch
+from torch import nn
+
+from nan_detector import NaNDetector
+
+model = nn.Linear(4, 1).half()
+optimizer = torch.optim.SGD(model.parameters(), lr=50)
+x = (5 * torch.rand(8, 4)).half()
+with NaNDetector(model) as det:
+    for step in range(20):
+        loss = -model(x).mean()  # the reward
+        loss.backward()
+        optimizer.step()
+        if det.triggered:
+            break

@@ -1,0 +1,13 @@
+import torch
+from torch import nn
+
+from nan_detector import NaNDetector
+
+model = nn.Linear(4, 2)  # mean and variance
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+x, y = torch.randn(32, 4), torch.randn(32)
+with NaNDetector(model) as det:
+    mean, var = model(x).unbind(-1)
+    loss = (var.log() + (y - mean) ** 2 / var).mean()
+    loss.backward()
+    optimizer.step()

@@ -474,6 +474,9 @@ class Engine:
                 damage = self.aftermath.left_behind()
             if damage is not None:
                 self.responder.damaged(damage)
+            elif not any(e.severity == "error" for e in self.run.book.events):
+                with current.off():  # what a bad step has left behind is told with its event
+                    self.judge.last_round(current, list(self._stepped_by.values()))
 
 
 def _is_within_step(optimizer: Any) -> bool:

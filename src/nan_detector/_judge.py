@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -148,6 +148,19 @@ class Judge:
         if self.further is not None:
             self.further.judge(further)
         return refuse
+
+    def last_round(self, current: Session, steppeds: Iterable[Stepped]) -> None:
+        """Look at all state once more, at the end of the watch; the first that is bad is an event."""
+        for problem in self.rounds.last():
+            self.responder.found_at_end(current, problem, self.rounds.step)
+            return
+        for stepped in steppeds:
+            optimizer = stepped.optimizer()
+            if stepped.counted and optimizer is not None and stepped.state_seen != id(optimizer.state):
+                found = self.aftermath.bad_state(stepped, optimizer)
+                if found is not None:
+                    self.responder.found_at_end(current, self.rounds.dated(found), self.rounds.step)
+                    return
 
     def _was_clean(self) -> None:
         self.clean = True

@@ -85,6 +85,10 @@ class Responder:
         if known and config.on_nan is Policy.STOP:
             run.ledger.dropped(run.step, run.groups, key)
             return True
+        if known and config.on_nan is Policy.SKIP and self._is_told(suspicion):
+            run.ledger.dropped(run.step, run.groups, key)
+            if not run.ledger.excess(config.max_skips, run.groups, key):
+                return True
         event = new_event(
             run.step,
             suspicion,
@@ -100,6 +104,12 @@ class Responder:
         if isinstance(suspicion.hyper, BadState) and suspicion.hyper.since is not None and event.phase == "state":
             event = replace(event, weights=f"damaged since step {suspicion.hyper.since}")
         return self._decided(event, policy, key, later=optimizer is not None)
+
+    def _is_told(self, suspicion: Suspicion) -> bool:
+        """True for state that stays bad from step to step, which one event has told of."""
+        if suspicion.losses or suspicion.gradients or not isinstance(suspicion.hyper, BadState):
+            return False
+        return any(e.tensor_name == suspicion.hyper.birth.tensor_name for e in self.run.book.events)
 
     def _decided(self, event: NaNEvent, policy: Policy, key: int, *, later: bool, refused: bool = True) -> bool:
         """Write the final event down and do what the policy says. True when the step must not be taken.
@@ -214,6 +224,21 @@ class Responder:
         event = replace(event, weights=weights, action=policy.value)
         key = id(optimizer) if optimizer is not None else 0
         self._decided(event, policy, key, later=False, refused=damage.restored)
+
+    def found_at_end(self, current: Session, problem: BadState, step: int) -> None:
+        """State that is not finite when the watch ends, which neither loss nor gradients have shown.
+
+        Raises:
+            NonFiniteError: The policy says so.
+        """
+        suspicion = Suspicion(hyper=problem)
+        event = new_event(step, suspicion, phase="optimizer")
+        self.run.book.provisional(event)
+        event = self._explained(current, event, suspicion, None)
+        policy = self._policy(event)
+        known = problem.since is not None and event.phase == "state"
+        weights = f"damaged since step {problem.since}" if known else self._weights(event, policy, stepping=False)
+        self._decided(replace(event, weights=weights, action=policy.value), policy, 0, later=False, refused=False)
 
     def _complete(self, event: NaNEvent, finding: Finding) -> NaNEvent:
         steps, columns = self.run.recorder.columns(ROWS)

@@ -51,6 +51,7 @@ class Rounds:
         #: What the last slice looked at: names, and where in a large tensor it began; one per number.
         self.parts: tuple[tuple[str, int], ...] = ()
         self._gates = 0
+        self._ended = False
         self._plan = 0
         self._finite_at: dict[tuple[tuple[str, int], ...], int] = {}
         self._told: set[str] = set()
@@ -71,12 +72,33 @@ class Rounds:
         self.parts = self._scrub.parts_of_last_slice()
         return sums if self.parts else None
 
+    def last(self) -> Iterator[BadState]:
+        """A whole round at the end of the watch: what the last gates have not seen, and no further one will.
+
+        Yields:
+            What `judge` gives.
+        """
+        if not self._gates:
+            return  # no step was watched: what is there now is not of this run
+        self._ended = True
+        for _ in range(max(1, self._scrub.calls_per_sweep)):
+            sums = self._scrub.next_slice()
+            self.parts = self._scrub.parts_of_last_slice()
+            if self.parts and (found := self.judge(_finite.read(sums))) is not None:
+                yield found
+
+    @property
+    def step(self) -> int:
+        """The step that is running, or the last one."""
+        counted = self.run.told_step is None
+        return max(0, self.run.step - 1) if self._ended and counted else self.run.step
+
     def fine(self) -> None:
         """The gate read the last slice, and it was finite."""
         if self._plan != self._scrub.plans:
             self._plan = self._scrub.plans
             self._finite_at.clear()  # what was looked at in one piece then is not what is looked at now
-        self._finite_at[self.parts] = self.run.step
+        self._finite_at[self.parts] = self.step
         if self._told:
             self._told.difference_update(name for name, _ in self.parts)
 
@@ -119,7 +141,7 @@ class Rounds:
             return problem
         since = self._since[name]
         earliest = f"the optimizer's state is damaged since step {since or 0}, or a later one"
-        return replace(problem, notes=(earliest, _found(self.run.step, since)))
+        return replace(problem, notes=(earliest, _found(self.step, since)))
 
     def _parameters(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Name and tensor of each parameter, and whether training reaches it."""
@@ -167,10 +189,10 @@ class Rounds:
         )
         bad = stats.bad_count
         message = f"{name} holds {bad} non-finite {'value' if bad == 1 else 'values'} before the step"
-        return BadState(message, birth, since or 0, (_found(self.run.step, since),))
+        return BadState(message, birth, since or 0, (_found(self.step, since),))
 
     def _warn(self, name: str, since: int | None) -> None:
-        step = self.run.step
+        step = self.step
         if since is not None:
             seen = f"it was last seen finite at step {since}"
         elif any(name == n for n, _ in self.run.names.buffers()):
@@ -178,7 +200,7 @@ class Rounds:
         else:
             seen = "since when is not known"
         message = f"step {step}: {name} holds non-finite values; {seen}"
-        self.run.warn("state", message, layer_name=name.rpartition(".")[0] or None)
+        self.run.warn("state", message, step=step, layer_name=name.rpartition(".")[0] or None)
 
 
 def _found(step: int, since: int | None) -> str:

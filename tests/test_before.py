@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nan_detector._before import RECENT, WINDOW, before_sentences, fit_growth, number
+from nan_detector._before import RECENT, WINDOW, before_sentences, number
+from nan_detector._trend import fit_growth
 
 
 def say(values: list[float], name: str = "loss", layer: str | None = None, first: int = 0) -> tuple[str, ...]:
@@ -182,14 +183,15 @@ def test_the_guilty_layer_is_told_first_and_once_per_kind():
     }
     steps = list(range(42))
     guilty = before_sentences(columns, steps, layer="encoder.norm2")
-    assert [s.rsplit(" ", 1)[0] for s in guilty] == [
-        "learning rate 3e-4 → 0.03 at step",
-        "gradient norm of encoder.norm2.gain doubled every 2 steps since step",
-        "|activations| of encoder.norm2 doubled every 3 steps since step",
-    ]
+    assert guilty == (
+        "gradient norm of encoder.norm2 doubled every 2 steps since step 29, when the learning rate went from 3e-4 to "
+        "0.03",
+        "|activations| of encoder.norm2 doubled every 3 steps since step 29",
+        "loss grew 2x per step since step 29",
+    )
     unknown = before_sentences(columns, steps, layer=None)
-    assert unknown[1].startswith("loss grew 2x per step")
-    assert unknown[2].startswith("gradient norm grew 4x per step")
+    assert unknown[0].startswith("loss grew 2x per step")
+    assert unknown[1].startswith("gradient norm grew 4x per step")
 
 
 def test_without_a_total_the_worst_parameter_speaks():
@@ -260,7 +262,80 @@ def test_growth_that_the_fit_places_just_before_a_rate_jump_is_told_from_the_jum
     rate = [1e-3] * 60 + [1e-1] * 20
     loss = [1.0] * 57 + [1.05, 1.2, 1.3] + [1.5 * 2.0**i for i in range(20)]
     sentences = before_sentences({"loss": loss, "lr": rate}, list(range(80)), layer=None)
-    assert sentences[0] == "learning rate 0.001 → 0.1 at step 60"
-    assert sentences[1].endswith("since step 60")
+    assert len(sentences) == 1
+    assert sentences[0].endswith("since step 60, when the learning rate went from 0.001 to 0.1")
     alone = before_sentences({"loss": loss}, list(range(80)), layer=None)
     assert not alone[0].endswith("since step 60")
+
+
+@pytest.mark.parametrize("start", range(56, 63))
+def test_growth_and_a_leap_are_one_sentence_where_they_begin_together(start: int):
+    rates = [3e-4] * 60 + [0.03] * 25
+    columns = {"loss": [1.0] * start + [2.0 ** (i / 2) for i in range(1, 86 - start)], "lr": rates}
+    said = before_sentences(columns, list(range(85)), layer=None)
+    together = "loss doubled every 2 steps since step 60, when the learning rate went from 3e-4 to 0.03"
+    assert said == (together,)
+
+
+@pytest.mark.parametrize("start", [30, 45, 70])
+def test_growth_and_a_leap_elsewhere_are_two(start: int):
+    rates = [3e-4] * 60 + [0.03] * 25
+    columns = {"loss": [1.0] * start + [2.0 ** (i / 2) for i in range(1, 86 - start)], "lr": rates}
+    said = before_sentences(columns, list(range(85)), layer=None)
+    assert said[0] == "learning rate 3e-4 → 0.03 at step 60"
+    assert said[1].startswith("loss doubled every 2 steps since step ") and "when" not in said[1]
+
+
+def test_growth_long_after_the_leap_began_is_still_told_with_it():
+    rates = [1e-3] * 60 + [1e-2] * 120
+    columns = {"loss": [*flat(60), *growth(120, 10)], "lr": rates}
+    (said,) = before_sentences(columns, list(range(180)), layer=None)
+    assert said == "loss doubled every 10 steps since step 60, when the learning rate went from 0.001 to 0.01"
+
+
+def test_growth_that_began_with_a_change_of_the_loss_scale():
+    columns = {"grad_norm": [1.0] * 40 + [2.0**i for i in range(1, 13)], "loss_scale": [1024.0] * 40 + [2048.0] * 12}
+    (said,) = before_sentences(columns, list(range(52)), layer=None)
+    assert said == "gradient norm grew 2x per step since step 40, when the loss scale went from 1024 to 2048"
+
+
+def test_a_leap_of_the_learning_rate_is_told_rather_than_one_of_the_loss_scale():
+    columns = {
+        "loss": [1.0] * 40 + [2.0**i for i in range(1, 13)],
+        "lr": [1e-3] * 40 + [1e-1] * 12,
+        "loss_scale": [1024.0] * 40 + [2048.0] * 12,
+    }
+    (said,) = before_sentences(columns, list(range(52)), layer=None)
+    assert said.endswith("when the learning rate went from 0.001 to 0.1")
+
+
+@given(seed=st.integers(0, 10**6), parameters=st.integers(1, 4), doubling=st.sampled_from([1, 2, 3, 8]))
+@settings(max_examples=40, derandomize=True)
+def test_parameters_of_a_layer_are_taken_together(seed: int, parameters: int, doubling: int):
+    rows = 30 + 6 * doubling
+    columns = {
+        f"grad_norm:net.norm.p{i}": [*flat(30, seed=seed + i), *growth(6 * doubling, doubling, seed=seed + 9 + i)]
+        for i in range(parameters)
+    }
+    columns["grad_norm:net.other.weight"] = flat(rows, seed=seed + 5)
+    said = before_sentences(columns, list(range(rows)), layer="net.norm")
+    assert len(said) == 1 and said[0].startswith("gradient norm of net.norm ")
+
+
+def test_a_parameter_that_was_frozen_on_the_way_takes_nothing_from_its_layer():
+    rising = [*flat(30), *growth(12, 1)]
+    frozen = [*flat(20, seed=3), *[math.nan] * 22]
+    said = before_sentences({"grad_norm:a.w": rising, "grad_norm:a.b": frozen}, list(range(42)), layer=None)
+    assert len(said) == 1 and said[0].startswith("gradient norm of a grew ")
+
+
+@settings(max_examples=100, derandomize=True)
+@given(seed=st.integers(0, 10**9), every=st.integers(1, 40))
+def test_an_ordinary_run_with_a_schedule_gives_no_sentence(seed: int, every: int):
+    norms = ordinary_run(seed)
+    columns = {
+        "grad_norm:a.weight": norms,
+        "lr": [1e-3 * min(1.0, (i + 1) / 50) for i in range(len(norms))],
+        "loss_scale": [1024.0 * 2 ** (i // every % 2) for i in range(len(norms))],
+    }
+    assert before_sentences(columns, list(range(len(norms))), layer="a") == ()

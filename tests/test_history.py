@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -116,3 +118,52 @@ def test_what_was_growing_is_told_with_the_event() -> None:
     assert det.event is not None
     assert any("|activations|" in s for s in det.event.before), det.event.before
     assert math.isfinite(det.history.values["abs_max:first"][-2])
+
+
+def told_before(
+    model: nn.Module, rate_at: Callable[[int], float], steps: int, *, bad: int | None = None, batch: int = 32
+) -> tuple[str, ...]:
+    """What is said of the steps before, after a training whose learning rate is `rate_at`; step `bad` has a NaN."""
+    opt = torch.optim.SGD(model.parameters(), lr=1.0)
+    truth = torch.randn(8, 1)
+    with NaNDetector(model, verbose=False, grad_norm_warn=1e30) as det:
+        for i in range(steps):
+            opt.param_groups[0]["lr"] = rate_at(i)
+            x = torch.randn(batch, 8)
+            y = x @ truth
+            if i == bad:
+                y[0] = math.nan
+            opt.zero_grad()
+            (model(x) - y).square().mean().backward()
+            opt.step()
+            if det.triggered:
+                break
+    assert det.event is not None
+    return det.event.before
+
+
+def test_growth_is_told_with_the_leap_of_the_rate_that_it_began_with() -> None:
+    torch.manual_seed(0)
+    said = told_before(nn.Linear(8, 1), lambda i: 0.01 if i < 60 else 1.2, 400)
+    what = r"(loss|gradient norm( of \w+)?) (grew \S+x per step|doubled every \S+ steps)"
+    when = r"since step 60, when the learning rate went from 0\.01 to 1\.2"
+    assert re.fullmatch(f"{what} {when}", said[0]), said
+    assert all(re.fullmatch(f"{what} since step 60", s) for s in said[1:]), said
+
+
+@pytest.mark.parametrize(
+    ("rate_at", "steps", "batch"),
+    [
+        (lambda i: 0.01, 600, 32),
+        (lambda i: 0.002, 300, 1),  # noisy norms
+        (lambda i: 0.01 * min(1.0, (i + 1) / 100), 150, 16),  # still warming up, and just after
+        (lambda i: 0.01 * min(1.0, (i + 1) / 100), 60, 16),
+        (lambda i: 0.02 * (1 + math.cos(math.pi * i / 200)) / 2, 190, 16),
+    ],
+)
+def test_before_a_bad_batch_of_an_ordinary_run_nothing_grew(
+    rate_at: Callable[[int], float], steps: int, batch: int
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    assert told_before(model, rate_at, steps, bad=steps - 1, batch=batch) == ()

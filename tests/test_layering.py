@@ -64,6 +64,7 @@ TABLE = (
             "_summary",
             "_summary_loss",
             "_thinning",
+            "_trend",
         ),
     ),
     # Layer 1: the finite checks, the only place that reads a tensor to the host.

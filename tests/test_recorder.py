@@ -296,8 +296,7 @@ def test_what_it_kept_is_what_the_sentences_need():
         recorder.append(i, torch.tensor([1.0 if i < 39 else math.inf, norm]), rate)
     steps, columns = recorder.columns()
     assert before_sentences(columns, steps, layer="a") == (
-        "learning rate 0.001 → 0.1 at step 30",
-        "gradient norm of a.weight grew 2x per step since step 30",
+        "gradient norm of a grew 2x per step since step 30, when the learning rate went from 0.001 to 0.1",
     )
 
 

@@ -1,11 +1,10 @@
 """What had been changing in the steps before the event, as sentences.
 
 Method. A column is looked at on a log scale, over its last run of finite values of one sign (at most `WINDOW` rows).
-*Growth*: single spikes are removed by a running median of three (Tukey's rule at the ends), then a broken stick,
-`y = a + c·t + b·max(0, t - s)`, is fitted by least squares for every start `s`, and the best one kept (or a plain line,
-unless the break pays by BIC): its slope after the break is the growth rate, so a loss that first fell as it should does
-not hide that it rose later. *Jump*: one row that leaves the level of the rows before it and never comes back. Both must
-stand clear of the column's own noise.
+*Growth* is what `_trend` fits. *Jump*: one row that leaves the level of the rows before it and never comes back. Both
+must stand clear of the column's own noise. Gradient norms of a layer's parameters are taken together. Where growth
+begins within the error of its start from a leap of the learning rate, or else from a change of the loss scale, the two
+are one sentence: a cause does not come after what it did, so the step is that of the leap.
 
 Thresholds. They are ours, set so that 60,000 simulated ordinary runs (noise of up to 0.35 in the logarithm, heavy
 tails, correlated noise, spikes of up to 20x, slow decays; `tests/test_before.py` repeats a part) give no sentence, and
@@ -20,6 +19,8 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from nan_detector._trend import LEAST_NOISE, LEAST_ROWS, RISE_IN_NOISE, fit_growth
+
 #: Names of the columns; a parameter's gradient norm and a layer's abs-max carry the name behind a prefix.
 LOSS, GRAD_NORM, MAX_GRAD_NORM, LEARNING_RATE, LOSS_SCALE = "loss", "grad_norm", "max_grad_norm", "lr", "loss_scale"
 GRAD_NORM_OF, ABS_MAX_OF = "grad_norm:", "abs_max:"
@@ -27,17 +28,9 @@ GRAD_NORM_OF, ABS_MAX_OF = "grad_norm:", "abs_max:"
 WINDOW = 200  # rows looked at; a longer fit would see the run's ordinary history
 RECENT = 50  # rows in which a sudden change still counts as "before"
 MOST_SENTENCES = 3
-_LEAST_ROWS = 5
-_LEAST_TREND = 3  # rises, that is, four points
-_LEAST_RISE = math.log(4)
-_LEAST_SLOW_RISE = math.log(10)  # of growth that doubles in more than `_SLOW` rows
-_SLOW = 25
-_LEAST_NOISE = 0.1  # relative; five points can lie on a line by chance
-_RISE_IN_NOISE = 8.0
-_SLOPE_IN_ERRORS = 7.0
 _LEAST_JUMP = math.log(100)
 _LEAST_SINGLE_STEP = math.log(30)
-_START_ERROR = 5  # rows by which the fitted start of a trend may be early
+_START_EARLY, _START_LATE = 5, 2  # rows by which the fitted start of a trend may be off
 _LR_JUMP = 3.0  # warm-up and one-cycle schedules stay below it once they are under way
 _SCALE_FALL = 2.0**8  # a GradScaler that starts at 65536 may well halve five times before it settles
 
@@ -50,7 +43,8 @@ class _Change:
     kind: str
     column: str
     strength: float = 0.0
-    step: int | None = None
+    row: int | None = None
+    when: str = ""  # of a growth that began with a leap of another column: what leapt
 
 
 def before_sentences(
@@ -72,14 +66,64 @@ def before_sentences(
     for name, values in columns.items():
         if len(values) != len(steps):
             raise ValueError(f"columns[{name!r}] has {len(values)} values for {len(steps)} steps; give one per step.")
-    rates = columns.get(LEARNING_RATE, ())
-    jump = next((c.step for c in _learning_rate(rates, steps)), None)
-    changes = [c for name, values in columns.items() for c in _changes(name, values, steps, jump)]
+    leaps = _leaps(columns)
+    changes = [c for name, values in _by_layer(columns).items() for c in _changes(name, values, steps, leaps)]
     by_kind: dict[str, _Change] = {}
     for change in sorted(changes, key=lambda c: (_belongs(c.column, layer), c.column == GRAD_NORM, c.strength)):
         by_kind[change.kind] = change  # one sentence per kind: the layer's own, else the total, else the strongest
     ranked = sorted(by_kind.values(), key=lambda c: (_rank(c, layer), -c.strength))
-    return tuple(c.text for c in ranked[:MOST_SENTENCES])
+    return tuple(_said(ranked)[:MOST_SENTENCES])
+
+
+def _said(ranked: Sequence[_Change]) -> list[str]:
+    """The sentences, a leap and the first growth that began with it in one."""
+    leader = next((c for c in ranked if c.when), None)
+    if leader is None:
+        return [c.text for c in ranked]
+    told = [c for c in ranked if c is not leader and not (c.kind == LEARNING_RATE and "learning rate" in leader.when)]
+    return [f"{leader.text}, when the {leader.when}", *(c.text for c in told)]
+
+
+@dataclass(frozen=True)
+class _Leap:
+    """A row at which the learning rate or the loss scale changed."""
+
+    row: int
+    text: str
+
+
+def _leaps(columns: Mapping[str, Sequence[float]]) -> list[_Leap]:
+    """What growth may begin with, the likelier cause first."""
+    rates, scales = columns.get(LEARNING_RATE, ()), columns.get(LOSS_SCALE, ())
+    found = [
+        _Leap(i, f"learning rate went from {number(rates[i - 1])} to {number(rates[i])}") for i in _rate_leaps(rates)
+    ]
+    for i in range(len(scales) - 1, max(0, len(scales) - WINDOW), -1):
+        before, now = scales[i - 1], scales[i]
+        if 0 < before < math.inf and 0 < now < math.inf and before != now:
+            found.append(_Leap(i, f"loss scale went from {number(before)} to {number(now)}"))
+    return found
+
+
+def _by_layer(columns: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
+    """The columns, with one gradient norm for all parameters of a layer."""
+    out: dict[str, Sequence[float]] = {}
+    together: dict[str, list[Sequence[float]]] = {}
+    for name, values in columns.items():
+        layer, dot, _ = name.rpartition(".")
+        if name.startswith(GRAD_NORM_OF) and dot:
+            together.setdefault(layer, []).append(values)
+        else:
+            out[name] = values
+    for layer, parts in together.items():
+        out[layer] = parts[0] if len(parts) == 1 else [_norm(row) for row in zip(*parts, strict=True)]
+    return out
+
+
+def _norm(norms: Sequence[float]) -> float:
+    """Of the parameters that a row has: one that was frozen on the way is NaN there."""
+    known = [n for n in norms if not math.isnan(n)]
+    return math.hypot(*known) if known else math.nan
 
 
 def _belongs(column: str, layer: str | None) -> bool:
@@ -95,14 +139,14 @@ def _rank(change: _Change, layer: str | None) -> int:
     return {LOSS_SCALE: 2, LOSS: 3, GRAD_NORM: 4, ABS_MAX_OF: 5}.get(change.kind, 6)
 
 
-def _changes(name: str, values: Sequence[float], steps: Sequence[int], jump: int | None) -> Iterator[_Change]:
+def _changes(name: str, values: Sequence[float], steps: Sequence[int], leaps: Sequence[_Leap]) -> Iterator[_Change]:
     if name == LEARNING_RATE:
         yield from _learning_rate(values, steps)
     elif name == LOSS_SCALE:
         yield from _loss_scale(values, steps)
     else:
         run = _last_run(values)
-        change = _jump(name, values, steps, run) or _growth(name, values, steps, run, jump)
+        change = _jump(name, values, steps, run) or _growth(name, values, steps, run, leaps)
         if change is not None:
             yield change
 
@@ -134,13 +178,13 @@ def _same_sign(a: float, b: float) -> bool:
 
 def _jump(name: str, values: Sequence[float], steps: Sequence[int], run: range) -> _Change | None:
     logs = [math.log(abs(values[i])) for i in run]
-    for i in range(max(_LEAST_ROWS, len(logs) - RECENT), len(logs)):
+    for i in range(max(LEAST_ROWS, len(logs) - RECENT), len(logs)):
         if logs[i] - logs[i - 1] < _LEAST_SINGLE_STEP:
             continue
         earlier = logs[max(0, i - 20) : i]
         level = statistics.median(earlier)
-        noise = max(_LEAST_NOISE, 1.4826 * statistics.median(abs(y - level) for y in earlier))
-        least = max(_LEAST_JUMP, _RISE_IN_NOISE * noise)
+        noise = max(LEAST_NOISE, 1.4826 * statistics.median(abs(y - level) for y in earlier))
+        least = max(_LEAST_JUMP, RISE_IN_NOISE * noise)
         stays = min(logs[i:])
         if stays - level >= least and stays > max(logs[:i]):
             kind, subject = _kind_and_subject(name, values[run[i]] < 0)
@@ -149,7 +193,9 @@ def _jump(name: str, values: Sequence[float], steps: Sequence[int], run: range) 
     return None
 
 
-def _growth(name: str, values: Sequence[float], steps: Sequence[int], run: range, jump: int | None) -> _Change | None:
+def _growth(
+    name: str, values: Sequence[float], steps: Sequence[int], run: range, leaps: Sequence[_Leap]
+) -> _Change | None:
     logs = [math.log(abs(values[i])) for i in run]
     trend = fit_growth(logs)
     if trend is None:
@@ -159,11 +205,11 @@ def _growth(name: str, values: Sequence[float], steps: Sequence[int], run: range
     factor = math.exp(min(rate, 80.0))
     pace = f"grew {number(factor, 2)}x per step" if factor >= 1.8 else f"doubled every {_doubling(rate)} steps"
     cut = start == 0 and len(run) == WINDOW
-    first = steps[run[start]]
-    if jump is not None and first < jump <= steps[run[min(start + _START_ERROR, len(run) - 1)]]:
-        first = jump  # the fit places a start no better than this, and growth does not come before what caused it
-    since = f"over the last {WINDOW} steps" if cut else f"since step {first}"
-    return _Change(f"{subject} {pace} {since}", kind, name, rate)
+    row = run[start]
+    # The fit places a start no better than this, and growth does not come before what caused it.
+    leap = next((p for p in leaps if row - _START_LATE <= p.row <= row + _START_EARLY), None) if not cut else None
+    since = f"over the last {WINDOW} steps" if cut else f"since step {steps[row if leap is None else leap.row]}"
+    return _Change(f"{subject} {pace} {since}", kind, name, rate, row, "" if leap is None else leap.text)
 
 
 def _doubling(rate: float) -> str:
@@ -171,86 +217,23 @@ def _doubling(rate: float) -> str:
     return f"{steps:.1f}" if steps < 1.75 else f"{steps:.0f}"
 
 
-def fit_growth(logs: Sequence[float]) -> tuple[int, float] | None:
-    """Start and rate (per row) of the exponential growth that `logs` ends in; None where there is none.
-
-    Args:
-        logs: Natural logarithms of a column's magnitudes, oldest first, all finite.
-    """
-    n = len(logs)
-    if n < _LEAST_ROWS or max(logs[-3:]) - min(logs) < _LEAST_RISE:
-        return None
-    start, intercept, slope, bend = _broken_stick(_median_of_three(logs))
-    rises = n - 1 - start
-    rate = slope + bend
-    rise = rate * rises
-    fitted = [intercept + slope * t + bend * max(0, t - start) for t in range(n)]
-    errors = [y - f for y, f in zip(logs, fitted, strict=True)]
-    noise = max(_LEAST_NOISE, math.sqrt(sum(e * e for e in errors) / max(1, n - 3)))
-    slope_error = noise * math.sqrt(12.0 / (rises * (rises + 1) * (rises + 2)))
-    least_rise = _LEAST_RISE if rate * _SLOW > math.log(2) else _LEAST_SLOW_RISE
-    if rate <= 0 or rise < max(least_rise, _RISE_IN_NOISE * noise) or rate < _SLOPE_IN_ERRORS * slope_error:
-        return None
-    # Slow waves of ordinary noise also end in a rise now and then, but within the range that they had before.
-    earlier = logs[max(0, start - max(20, 3 * rises)) : start]
-    if earlier and min(logs[-2:]) < max(earlier) + math.log(2):
-        return None
-    return start, rate
-
-
-def _median_of_three(y: Sequence[float]) -> list[float]:
-    middle = [statistics.median(y[i - 1 : i + 2]) for i in range(1, len(y) - 1)]
-    first = statistics.median((y[0], middle[0], 3 * middle[0] - 2 * middle[1]))
-    last = statistics.median((y[-1], middle[-1], 3 * middle[-1] - 2 * middle[-2]))
-    return [first, *middle, last]
-
-
-def _broken_stick(y: Sequence[float]) -> tuple[int, float, float, float]:
-    """Start, intercept, slope and added slope of the best `a + c·t + b·max(0, t - s)`; a plain line where s is 0."""
-    n = len(y)
-    mean_t, mean_y = (n - 1) / 2, math.fsum(y) / n
-    s_tt = n * (n * n - 1) / 12
-    s_ty = math.fsum((t - mean_t) * v for t, v in enumerate(y))
-    best = (s_ty * s_ty / s_tt, 0, 0.0)  # explained sum of squares, start, added slope
-    tail, h_y = 0.0, 0.0  # sums over t > s of y and of (t - s)·y
-    for s in range(n - 2, 0, -1):
-        tail += y[s + 1]
-        h_y += tail
-        m = n - 1 - s
-        if m < _LEAST_TREND:
-            continue
-        h = m * (m + 1) / 2
-        h_h = m * (m + 1) * (2 * m + 1) / 6
-        s_hh = h_h - h * h / n
-        s_th = h_h + s * h - mean_t * h
-        s_hy = h_y - h * mean_y
-        det = s_tt * s_hh - s_th * s_th
-        bend = (s_tt * s_hy - s_th * s_ty) / det
-        slope = (s_ty - bend * s_th) / s_tt
-        explained = slope * s_ty + bend * s_hy
-        if explained > best[0]:
-            best = (explained, s, bend)
-    total = math.fsum((v - mean_y) ** 2 for v in y)
-    line_error, stick_error = (max(total - part, 1e-9) for part in (s_ty * s_ty / s_tt, best[0]))
-    if n * math.log(line_error / stick_error) < 3 * math.log(n):  # BIC: the break and its place are two more parameters
-        best = (0.0, 0, 0.0)
-    _, s, bend = best
-    m = n - 1 - s
-    h = m * (m + 1) / 2
-    s_th = m * (m + 1) * (2 * m + 1) / 6 + s * h - mean_t * h
-    slope = (s_ty - bend * s_th) / s_tt
-    return s, mean_y - slope * mean_t - bend * h / n, slope, bend
-
-
 def _learning_rate(values: Sequence[float], steps: Sequence[int]) -> Iterator[_Change]:
     for i in range(len(values) - 1, max(1, len(values) - RECENT) - 1, -1):
-        now, last = values[i], values[i - 1]
-        broke = math.isfinite(last) and not math.isfinite(now)
-        jumped = math.isfinite(now) and now > 0 and last >= 0 and now >= _LR_JUMP * last and not _is_ramp(values, i)
-        if broke or jumped:
-            text = f"learning rate {number(last)} → {number(now)} at step {steps[i]}"
-            yield _Change(text, LEARNING_RATE, LEARNING_RATE, step=steps[i])
+        broke = math.isfinite(values[i - 1]) and not math.isfinite(values[i])
+        if broke or _leapt(values, i):
+            text = f"learning rate {number(values[i - 1])} → {number(values[i])} at step {steps[i]}"
+            yield _Change(text, LEARNING_RATE, LEARNING_RATE, row=i)
             return
+
+
+def _rate_leaps(values: Sequence[float]) -> Iterator[int]:
+    """Rows at which the learning rate leapt, the last one first; as far back as growth is looked for."""
+    return (i for i in range(len(values) - 1, max(1, len(values) - WINDOW) - 1, -1) if _leapt(values, i))
+
+
+def _leapt(values: Sequence[float], i: int) -> bool:
+    now, last = values[i], values[i - 1]
+    return math.isfinite(now) and now > 0 and last >= 0 and now >= _LR_JUMP * last and not _is_ramp(values, i)
 
 
 def _is_ramp(values: Sequence[float], i: int) -> bool:

@@ -8,7 +8,8 @@ from collections.abc import Container, Mapping, Sequence
 from heapq import nsmallest
 from typing import NamedTuple
 
-from nan_detector._before import GRAD_NORM_OF, fit_growth
+from nan_detector._before import GRAD_NORM_OF
+from nan_detector._trend import fit_growth
 
 #: Share of the range below which nobody looks: a hundredfold growth away from its end.
 RANGE_SHARE = 0.01

@@ -37,7 +37,7 @@ class Rule:
 # The first rule that fits counts.
 TABLE = (
     # Layer 0: records, errors, options. Plain data.
-    Rule(0, Torch.NEVER, ("_config", "_errors", "_records", "_trace", "_version")),
+    Rule(0, Torch.NEVER, ("_config", "_errors", "_on_import", "_records", "_trace", "_version")),
     # Layer 1: what works on records and source text alone.
     Rule(
         1,
@@ -135,9 +135,9 @@ TABLE = (
     # Layer 2: records to text, pages and pictures.
     Rule(2, Torch.NEVER, ("_render", "_render.*")),
     # Layer 3: the detector and its kin, which wire the layers below.
-    Rule(3, Torch.YES, ("_auto", "_detect", "_detector", "_guard")),
+    Rule(3, Torch.YES, ("_auto", "_compiled_calls", "_detect", "_detector", "_guard")),
     # Layer 4: ways in from outside: the command line, the demo, a script that nobody changes.
-    Rule(4, Torch.INSIDE, ("_cli", "_cli.*", "_demo", "_on_import", "_run_folder", "_script", "_watch_script")),
+    Rule(4, Torch.INSIDE, ("_cli", "_cli.*", "_demo", "_run_folder", "_script", "_watch_script")),
     # The demo's trainings are written as a user would write them, torch at the top and all.
     Rule(4, Torch.YES, ("_demo.*",)),
     # The names that users see, all of them lazy, and the door of `python -m`.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from nan_detector._compiled_calls import CompiledCalls
 from nan_detector._detector import NaNDetector
 from nan_detector._errors import NonFiniteError
 from nan_detector._state import BUG, is_replaying, logger, strict, switched_off
@@ -50,20 +51,25 @@ class AutoWatch:
         self._skipped_before = self._steps_before = 0
         self._search: list[Any] = []
         self._hooks: list[Any] = []
+        self._compiled = CompiledCalls(self._around_compiled)
         self._open = False
 
     def __enter__(self) -> AutoWatch:
         if not switched_off():
             self._open = True
             self._hooks = [register_optimizer_step_pre_hook(self._before_step)]
+            self._compiled.open()
             self._start_searching()
             _in_forked_children(self)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._stand_down()
-        if self.detector is not None:
-            self.detector.__exit__(kind, error, trace)
+        try:
+            if self.detector is not None:
+                self.detector.__exit__(kind, error, trace)
+        finally:
+            self._compiled.close()
 
     @property
     def in_vain(self) -> bool:
@@ -83,8 +89,11 @@ class AutoWatch:
         self._hooks.clear()
 
     def _start_searching(self) -> None:
-        module = torch.nn.modules.module
         self._quiet_calls = 0
+        self._search_on()
+
+    def _search_on(self) -> None:
+        module = torch.nn.modules.module
         if not self._search:
             self._search = [
                 module.register_module_forward_pre_hook(self._enter),
@@ -111,21 +120,46 @@ class AutoWatch:
         self._depth.value += 1
         if self._depth.value > 1 or not torch.is_grad_enabled():
             return
+        if self._is_new(module):
+            self._contain(self._watch, module, args, _keywords_of_call())
+
+    def _is_new(self, module: torch.nn.Module) -> bool:
+        """True for a model that trains and is not watched yet."""
         if module in self._met:
             self._quiet_calls += 1
             if self._quiet_calls > SETTLED_CALLS:
                 self._stop_searching()
-            return
-        if not any(p.requires_grad for p in module.parameters()):
-            return  # a loss function; or it is frozen, and may train later
+            return False
+        parameters = list(module.parameters())
+        if not any(p.requires_grad for p in parameters) or any(map(torch.nn.parameter.is_lazy, parameters)):
+            return False  # a loss function; or it is frozen, or not yet made, and may train later
         self._met.add(module)
         self._quiet_calls = 0
-        keywords = _keywords_of_call()
-        self._contain(self._watch, module, args, keywords)
+        return True
 
     def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if not self._elsewhere():
             self._depth.value = max(0, self._depth.value - 1)
+
+    def _around_compiled(self, call: Callable[[], Any], module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._search or self._elsewhere():
+            return call()
+        outermost = self._depth.value == 0 and torch.is_grad_enabled()
+        found = outermost and self._is_new(module)
+        if found:
+            self._contain(self._watch, module, args, kwargs)
+        searching = bool(self._search)
+        self._stop_searching()
+        out = None
+        try:
+            out = call()
+            return out
+        finally:
+            engine = self.detector._engine if self.detector is not None else None
+            if found and engine is not None:
+                engine.roots.leave(module, out)  # its hooks do not run in compiled code
+            if searching and self._open:
+                self._search_on()
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if optimizer in self._steppers or self._elsewhere():
@@ -141,19 +175,17 @@ class AutoWatch:
     # -- the watch -----------------------------------------------------------------------------------------------------
 
     def _watch(self, module: torch.nn.Module, args: Any, keywords: dict[str, Any]) -> None:
-        model = getattr(module, "_orig_mod", module)  # what torch.compile has wrapped
         self._end_of_the_last()
         if self.detector is None or self._thread is None:
             self._skipped_before = self.skipped_steps
-            self.detector, self._thread = self._make(model), threading.get_ident()
+            self.detector, self._thread = self._make(module), threading.get_ident()
             self.detector.attach()
             if self.detector._engine is not None:
                 self.detector._engine.run.groups = self._steps_before
         else:
-            self.detector._add_model(model)
+            self.detector._add_model(module)
         # This very call began before the module was hooked.
-        if model is module:
-            self.detector.enter_call(model, args, keywords)
+        self.detector.enter_call(module, args, keywords)
 
     def _end_of_the_last(self) -> None:
         """The detector at work ends when all that it watched training is over and done with."""
@@ -221,6 +253,6 @@ def _forget(detector: NaNDetector) -> None:
 
 def _keywords_of_call() -> dict[str, Any]:
     """Keyword arguments of the module call whose global pre-hook is running: torch does not hand them to it."""
-    frame: Any = sys._getframe(2)
+    frame: Any = sys._getframe(2)  # that of the module's call
     found = frame.f_locals.get("kwargs")
     return found if isinstance(found, dict) else {}

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from nan_detector._config import Config
 from nan_detector._eventlog import EventLog
 from nan_detector._records import GradEvent, NaNEvent, Record, StepRow, WarningRecord
-from nan_detector._state import log_beside_stderr, logger, strict
+from nan_detector._state import log_beside_stderr, logger, process_rank, strict
 from nan_detector._summary import headline
 
 #: Warnings of one kind that are logged in full; later ones are only kept.
@@ -27,7 +27,7 @@ class Book:
         self.grad_events: list[GradEvent] = []
         self.warnings: list[WarningRecord] = []
         self.dropped = 0
-        self.log = EventLog(config.log_dir) if config.log_dir is not None else None
+        self.log = EventLog(config.log_dir, rank=process_rank()) if config.log_dir is not None else None
         self._counts: dict[str, int] = {}
         #: Gives the rows of the flight recorder that the log lacks, where there are such.
         self.rows_for_log: Callable[[], Iterable[StepRow]] | None = None

@@ -24,7 +24,7 @@ from nan_detector._records import Cause, LossTerm, NaNEvent, Phase, Reproduced, 
 from nan_detector._replay import Replayed, Step
 from nan_detector._run_step import Call, WholeStep
 from nan_detector._samples import sample_ids
-from nan_detector._state import logger, strict
+from nan_detector._state import logger, process_rank, strict
 from nan_detector._tape import Entry, Tape
 from nan_detector._trace import Birth, BirthKind, GuiltyInput, Trace
 
@@ -45,7 +45,7 @@ class Finding:
     loss_terms: tuple[LossTerm, ...] = ()
 
 
-def new_event(step: int, suspicion: Suspicion, *, phase: Phase, micro_step: int = 0, rank: int = 0) -> NaNEvent:
+def new_event(step: int, suspicion: Suspicion, *, phase: Phase, micro_step: int = 0) -> NaNEvent:
     """The provisional event: what the gate saw, written down before anything else is done."""
     return NaNEvent(
         event_id=uuid.uuid4().hex,
@@ -57,7 +57,7 @@ def new_event(step: int, suspicion: Suspicion, *, phase: Phase, micro_step: int 
         symptom=suspicion.symptom(),
         loss=suspicion.loss,
         tensor_name=suspicion.gradients[0] if suspicion.gradients and not suspicion.losses else None,
-        rank=rank,
+        rank=process_rank(),
         time=time.time(),
     )
 
@@ -334,7 +334,7 @@ def _verdict(birth: Birth, cause: Cause | None) -> Verdict:
     return "undecided"
 
 
-def silent_event(step: int, birth: Birth, cause: Cause | None, rank: int = 0) -> NaNEvent:
+def silent_event(step: int, birth: Birth, cause: Cause | None) -> NaNEvent:
     """An overflow that arithmetic absorbed: an event that never triggers anything."""
     severity: Severity = "silent"
     return NaNEvent(
@@ -354,7 +354,7 @@ def silent_event(step: int, birth: Birth, cause: Cause | None, rank: int = 0) ->
         verdict=_verdict(birth, cause),
         symptom="an infinity was absorbed on its way: the loss does not show it",
         reproduced="yes",
-        rank=rank,
+        rank=process_rank(),
         time=time.time(),
     )
 

@@ -1,4 +1,4 @@
-"""Do something as soon as a package has been imported, without importing it oneself.
+"""Do something as soon as a module has been imported, without importing it oneself.
 
 A script decides when torch is loaded, and after what: ``OMP_NUM_THREADS``, ``CUDA_VISIBLE_DEVICES`` and their like are
 read at that moment, and a script that sets them first would compute other numbers if torch were there already.
@@ -15,10 +15,10 @@ from types import ModuleType
 
 
 def on_import(name: str, then: Callable[[], None]) -> Callable[[], None]:
-    """Call `then` once package `name` has been imported: now, if it has been already.
+    """Call `then` once module `name` has been imported: now, if it has been already.
 
     Args:
-        name: Of a package at the top level.
+        name: Full name of the module.
         then: Called once, at the end of the import, on the thread that imports.
 
     Returns:

@@ -163,6 +163,8 @@ class Step:
     def run(self) -> Replayed:
         """Make every entry again."""
         modules = list({id(m): m for model in self.models.values() for m in model.modules()}.values())
+        if any(isinstance(m, torch.jit.ScriptModule) for m in modules):
+            raise ReplayRefused("a module of TorchScript cannot be run again operation by operation")
         generators = [g for e in self.entries for g, _ in e.generators]
         generators += [g for e in self.entries if isinstance(e.extra, Moment) for g, _ in e.extra.generators]
         snapshot = Snapshot(modules, generators, self.values())

@@ -85,9 +85,10 @@ class Roots:
     def _hook(self, module: torch.nn.Module) -> None:
         see_compiled(module)
         enter, leave = RootHook(self, module, "enter"), RootHook(self, module, "leave")
+        base = torch.nn.Module  # TorchScript's modules run such hooks, and refuse to take them
         self._handles[id(module)] = [
-            module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-            module.register_forward_hook(leave, with_kwargs=True, always_call=True),
+            base.register_forward_pre_hook(module, enter, prepend=True, with_kwargs=True),
+            base.register_forward_hook(module, leave, with_kwargs=True, always_call=True),
         ]
 
     # -- called by the hooks -------------------------------------------------------------------------------------------
@@ -229,6 +230,8 @@ class Roots:
 
 def _first_parameter(module: torch.nn.Module) -> tuple[str, weakref.ref[Any]] | None:
     for m in module.modules():
+        if not isinstance(m._parameters, dict):  # TorchScript's: nobody can put another tensor there
+            continue
         for name, p in m._parameters.items():
             if isinstance(p, torch.nn.Parameter):
                 return name, weakref.ref(m)

@@ -88,6 +88,15 @@ def switched_off() -> bool:
     return os.environ.get("NAN_DETECTOR", "").strip().lower() in ("off", "0", "false", "no")
 
 
+def process_rank() -> int:
+    """Rank of this process among those that train together; 0 where it is alone."""
+    group: Any = sys.modules.get("torch.distributed")
+    if group is not None and group.is_available() and group.is_initialized():
+        return int(group.get_rank())
+    told = os.environ.get("RANK", "")  # set by launchers, before there is a process group
+    return int(told) if told.isascii() and told.isdecimal() else 0
+
+
 def strict() -> bool:
     """True when our own failures must be raised instead of contained (set by the test suite)."""
     return os.environ.get("NAN_DETECTOR_STRICT", "") == "1"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nan_detector._cli import CommandError
 from nan_detector._errors import NonFiniteError
 from nan_detector._on_import import on_import
+from nan_detector._render.bars import end_bars
 from nan_detector._run_folder import new_folder
 from nan_detector._script import NoSuchModule, run_file, run_module, traceback_of, within_program
 from nan_detector._source import is_user_file
@@ -77,6 +78,8 @@ def run_script(script: str, args: list[str], *, module: bool, options: Watching)
     finally:
         call_off()
     watch.end(error)
+    if watch.stopped:
+        end_bars()
     status = _told_as_python_would(error)
     watch.tell_where()
     if isinstance(error, KeyboardInterrupt):

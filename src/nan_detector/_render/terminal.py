@@ -16,6 +16,7 @@ from rich.text import Text
 
 from nan_detector._digest import Digest
 from nan_detector._records import NaNEvent
+from nan_detector._render.bars import bars_aside
 from nan_detector._render.overview import Line, overview
 from nan_detector._source_text import clean
 from nan_detector._summary import SOURCE, Row, prefixes, report, rows, title
@@ -56,8 +57,9 @@ def print_report(event: NaNEvent, file: TextIO | None = None) -> None:
     """
     target = sys.stderr if file is None else file
     text = _render(event, target, None, None) + "\n"
-    target.write(_encodable(text, getattr(target, "encoding", None)))
-    target.flush()
+    with bars_aside(target):
+        target.write(_encodable(text, getattr(target, "encoding", None)))
+        target.flush()
 
 
 def print_overview(digest: Digest, file: TextIO | None = None, *, every_event: bool = False) -> None:

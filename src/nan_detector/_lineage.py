@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nan_detector._call_site import Called
 from nan_detector._opinfo import OpInfo
 from nan_detector._records import TensorStats
 from nan_detector._source import Mark
@@ -41,6 +42,7 @@ class OpRecord:
     own_frame: bool = False  # the mark is a user frame inside the backward (a custom Function, a recomputation)
     births: list[Gen] = field(default_factory=list)
     numel: int = 0  # elements of its first bad result
+    called: Called | None = None  # the function of the library that it ran in, and where that was called
 
 
 @dataclass(slots=True, eq=False)

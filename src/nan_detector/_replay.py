@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from nan_detector._call_site import Called, caller
 from nan_detector._calls import public_name
 from nan_detector._errors import ReplayRefused
 from nan_detector._lineage import key_of
@@ -520,15 +521,16 @@ class _ApiNames(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracer = self.step.tracer
-        outer = tracer.api, tracer.api_inputs, tracer.transformed
+        outer = tracer.api, tracer.api_inputs, tracer.transformed, tracer.called
         tracer.api, tracer.api_inputs = public_name(func), args
+        tracer.called = Called(func, caller(make_call.__code__) or tracer.mark)
         tracer.transformed = _functorch_level() is not None
         try:
             given = kwargs or {}
             run = partial(self.step.called, func, args, given, lambda: func(*args, **given))
             return self.step.sums.follow(func, args, given, tracer.mark, run)
         finally:
-            tracer.api, tracer.api_inputs, tracer.transformed = outer
+            tracer.api, tracer.api_inputs, tracer.transformed, tracer.called = outer
 
 
 @contextlib.contextmanager

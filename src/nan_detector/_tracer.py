@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nan_detector import _finite
+from nan_detector._call_site import Called
 from nan_detector._elements import spread
 from nan_detector._errors import ReplayRefused
 from nan_detector._lineage import EMPTY, MAX_FOLLOWED, MAX_TOLD_APART, RANK, Gen, Line, Lineage, OpRecord, key_of
@@ -102,6 +103,7 @@ class OpTracer(TorchDispatchMode):
         self.module: tuple[str | None, str] | None = None
         self.api: str | None = None
         self.api_inputs: Any = None  # arguments of that function
+        self.called: Called | None = None
         self.journal: dict[int, tuple[Tensor, Tensor, list[tuple[Tensor, int]]]] = {}
         self.on_leaf: Callable[[Tensor], None] | None = None  # told of each leaf that gradients could flow into
         self.protected: Callable[[int], bool] = lambda key: False
@@ -190,6 +192,7 @@ class OpTracer(TorchDispatchMode):
         node = _current_node()
         record = self._placed(info, node)
         record.inputs = self._keep(ins)
+        record.called = self.called
         if self.barrier is None:
             for t in ins:
                 if t.requires_grad and t.is_leaf and id(t) not in self.leaves:
@@ -251,7 +254,7 @@ class OpTracer(TorchDispatchMode):
 
     def _remember_view(self, info: OpInfo, tracked: bool) -> None:
         mark = here_until(self.barrier or _NOWHERE, 3) or self.mark
-        record = OpRecord(self.operations, info, self.phase, mark, self.module, self.api)
+        record = OpRecord(self.operations, info, self.phase, mark, self.module, self.api, called=self.called)
         self._number(record, tracked)
         self._wrote = None
 

@@ -21,6 +21,8 @@ from nan_detector._summary_loss import term_lines
 
 #: Label of the row that holds source lines. Renderers show its lines two columns further left, without the label.
 SOURCE = "source"
+#: Stands between a fix and what came of it.
+GAP = " " * 6
 #: Columns of labels and of text in a report.
 LABEL_COLUMN, TEXT_COLUMN = 3, 11
 
@@ -299,7 +301,7 @@ def _fix(event: NaNEvent) -> list[str]:
         return []
     *above, last = lines
     tried = next((t for t in event.trials if _is_fix(t)), None)
-    return [*above, last + (f"      {_outcome_of_fix(tried)}" if tried is not None else "")]
+    return [*above, last + (f"{GAP}{_outcome_of_fix(tried)}" if tried is not None else "")]
 
 
 def _outcome_of_fix(trial: Trial) -> str:

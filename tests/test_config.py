@@ -32,6 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "snapshot_on_host": False,
     "log_dir": None,
     "capsule": False,
+    "capsule_bytes": 2**30,
     "history": 1000,
     "max_hold_bytes": 64 * 2**20,
     "replay_budget_s": 60.0,
@@ -184,8 +185,12 @@ def test_the_record_is_frozen():
         ),
         ({"protect": "none"}, "protect='none' is not one of 'gate', 'full'."),
         (
-            {"capsule": True},
-            "capsule=True is not available yet; use log_dir=... to keep the event log, and capsule=False.",
+            {"capsule": "yes"},
+            "capsule='yes' must be True or False.",
+        ),
+        (
+            {"capsule_bytes": 0},
+            "capsule_bytes=0 must be a whole number of at least 1.",
         ),
         ({"replay": True}, "replay=True is not one of 'auto', 'off'."),
         ({"stop_on_first": 1}, "stop_on_first=1 must be True or False."),

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from nan_detector._errors import NonFiniteError, NotAttachedError, OptionError, ReplayRefused
+from nan_detector._errors import CapsuleError, NonFiniteError, NotAttachedError, OptionError, ReplayRefused
 from nan_detector._records import Location, NaNEvent
 
 EVENT = NaNEvent(
@@ -27,6 +27,7 @@ EVENT = NaNEvent(
         (NonFiniteError, FloatingPointError),
         (NonFiniteError, ArithmeticError),
         (OptionError, ValueError),
+        (CapsuleError, ValueError),
         (NotAttachedError, RuntimeError),
         (ReplayRefused, RuntimeError),
     ],

@@ -59,6 +59,7 @@ TABLE = (
             "_notebook",
             "_reading",
             "_rewriting",
+            "_run_folder",
             "_schema",
             "_source",
             "_source_text",
@@ -79,6 +80,8 @@ TABLE = (
             "_book",
             "_call_site",
             "_calls",
+            "_capsule",
+            "_capsule.*",
             "_damage",
             "_elements",
             "_engine",
@@ -141,7 +144,7 @@ TABLE = (
     # Layer 3: the detector and its kin, which wire the layers below.
     Rule(3, Torch.YES, ("_auto", "_compiled_calls", "_detect", "_detector", "_guard")),
     # Layer 4: ways in from outside: the command line, the demo, a script that nobody changes.
-    Rule(4, Torch.INSIDE, ("_cli", "_cli.*", "_demo", "_run_folder", "_script", "_watch_script")),
+    Rule(4, Torch.INSIDE, ("_cli", "_cli.*", "_demo", "_script", "_watch_script")),
     # The demo's trainings are written as a user would write them, torch at the top and all.
     Rule(4, Torch.YES, ("_demo.*",)),
     # The names that users see, all of them lazy, and the door of `python -m`.

@@ -231,8 +231,3 @@ def test_names_of_the_package_in_the_readme_are_public():
             assert hasattr(event, field), field
     for name in re.findall(r"`det\.(\w+)", TEXT):
         assert hasattr(nan_detector.NaNDetector, name), name
-
-
-def test_what_it_says_is_not_there_yet_is_refused():
-    with pytest.raises(nan_detector.OptionError, match="not available yet"):
-        nan_detector.NaNDetector(nn.Linear(1, 1), capsule=True)

@@ -71,6 +71,8 @@ class Config:
     snapshot_every: int | None
     snapshot_on_host: bool
     log_dir: str | None
+    capsule: bool
+    capsule_bytes: int
     history: int
     max_hold_bytes: int
     replay_budget_s: float
@@ -98,6 +100,7 @@ def build_config(
     snapshot_on_host: bool,
     log_dir: str | Path | None,
     capsule: bool,
+    capsule_bytes: int,
     history: int,
     max_hold_bytes: int,
     replay_budget_s: float,
@@ -111,10 +114,6 @@ def build_config(
     Raises:
         OptionError: An option cannot be used; the message names it, its value and the way out.
     """
-    if capsule:
-        raise OptionError(
-            "capsule=True is not available yet; use log_dir=... to keep the event log, and capsule=False."
-        )
     return Config(
         watch=Watch(_one_of("watch", watch, [w.value for w in Watch])),
         on_nan=_policy(on_nan, stop_on_first),
@@ -131,6 +130,8 @@ def build_config(
         snapshot_every=_snapshot_every(snapshot_every, on_nan),
         snapshot_on_host=_snapshot_on_host(snapshot_on_host, on_nan),
         log_dir=None if log_dir is None else _path("log_dir", log_dir),
+        capsule=_boolean("capsule", capsule),
+        capsule_bytes=_count("capsule_bytes", capsule_bytes),
         history=_count("history", history),
         max_hold_bytes=_count("max_hold_bytes", max_hold_bytes, least=0),
         replay_budget_s=_positive("replay_budget_s", replay_budget_s, allow_inf=True),

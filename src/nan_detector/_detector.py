@@ -72,7 +72,11 @@ class NaNDetector:
             not known beforehand; None keeps none.
         snapshot_on_host: Keep these copies in host memory; refused where none are made.
         log_dir: Folder for the event log; None writes nothing.
-        capsule: Reserved; must be False in this release.
+        capsule: On an event, write a folder from which the step can be replayed in another process
+            (`nan-detector replay`): the batch, weights, random states, the calls of the loop, and the guilty operation
+            alone as a program. It goes to ``capsules`` in `log_dir`, or in a new folder in ``nan-detector-runs``;
+            `NaNEvent.capsule` is its path. At most 8 are kept in one folder. See `docs/capsule.md`.
+        capsule_bytes: Bytes of tensors in one capsule; of weights that do not fit there are statistics.
         history: Rows of the flight recorder (bounded by 2 MiB as well).
         max_hold_bytes: Bytes of tensors from outside the step that are kept beyond the batch.
         replay_budget_s: Seconds a replay may take.
@@ -109,6 +113,7 @@ class NaNDetector:
         snapshot_on_host: bool = False,
         log_dir: str | Path | None = None,
         capsule: bool = False,
+        capsule_bytes: int = 2**30,
         history: int = 1000,
         max_hold_bytes: int = 64 * 2**20,
         replay_budget_s: float = 60.0,
@@ -135,6 +140,7 @@ class NaNDetector:
             snapshot_on_host=snapshot_on_host,
             log_dir=log_dir,
             capsule=capsule,
+            capsule_bytes=capsule_bytes,
             history=history,
             max_hold_bytes=max_hold_bytes,
             replay_budget_s=replay_budget_s,

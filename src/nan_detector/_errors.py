@@ -4,7 +4,8 @@ Exception
 ├── FloatingPointError
 │   └── NonFiniteError        a NaN or Inf was born; carries the event
 ├── ValueError
-│   └── OptionError           an option has a value that cannot be used
+│   ├── OptionError           an option has a value that cannot be used
+│   └── CapsuleError          (internal) a capsule cannot be used; says what is wrong with it, in one line
 └── RuntimeError
     ├── NotAttachedError      a call that needs an attached detector
     └── ReplayRefused         (internal) the step cannot be replayed safely; says why
@@ -36,6 +37,10 @@ class NonFiniteError(FloatingPointError):
 
 class OptionError(ValueError):
     """An option was given a value that cannot be used; the message names both and the way out."""
+
+
+class CapsuleError(ValueError):
+    """Internal: a capsule is damaged, or does not fit the model it is replayed with. The message is one line."""
 
 
 class NotAttachedError(RuntimeError):

@@ -97,6 +97,8 @@ def investigate(
     unscaled: bool = False,
     call: Call | None = None,
     conclude: Callable[[Replayed, list[str]], Finding] | None = None,
+    evidence: Any = None,
+    names: Names | None = None,
 ) -> Finding:
     """Replay the step on `tape` and trace the harm to its birth. Never raises on the training's account.
 
@@ -108,12 +110,14 @@ def investigate(
         call: Replay this call of a step function instead of what is on the tape.
         unscaled: Replay with every loss scale at 1: what is bad then is not the scaler's doing.
         conclude: What to make of the replay; None for the birth that the step's harm goes back to.
+        evidence: Keeps what shows the guilty operation alone, for a capsule.
+        names: Names of the models and of the batch, where they are known from elsewhere.
     """
     notes = [f"dropped: {d}" for d in tape.dropped]
     entries = relevant_entries(tape)
     if not entries and call is None:
         return Finding(notes=(*notes, "nothing of this step was recorded, so it cannot be replayed"))
-    names = Names(models)
+    names = Names(models) if names is None else names
     if _weights_lost(entries, names):
         return Finding(
             notes=(
@@ -132,8 +136,13 @@ def investigate(
                 if call is None
                 else WholeStep(call, entries, outside, models, names, deadline)
             )
+            if evidence is not None:
+                evidence.start()
+                step.tracer.evidence = evidence
             replayed = step.run()
         finally:
+            if evidence is not None:
+                evidence.finish()
             _one_at_a_time.release()
     except ReplayRefused as refusal:
         return Finding(notes=(*notes, f"not replayed: {refusal}"))
@@ -152,6 +161,8 @@ def investigate(
     finding = _with_samples(_conclude(replayed, notes), names, entries)
     if finding.reproduced == "yes":
         finding = replace(finding, loss_terms=_loss_terms(step, replayed, finding.micro_step))
+    if evidence is not None and finding.trace is not None and finding.trace.birth is not None:
+        evidence.blamed = finding.trace.birth.number
     poisoned = _poisoned_buffers(replayed, names) if finding.trace is not None else []
     if poisoned:
         shown = ", ".join(poisoned[:4]) + (f" and {len(poisoned) - 4} more" if len(poisoned) > 4 else "")

@@ -253,6 +253,17 @@ def _module_type(record: OpRecord) -> str | None:
     return record.module[1] if record.module is not None else None
 
 
+def name_of_op(record: OpRecord) -> str:
+    """Plain name of an operation; of one in the backward, with the forward operation whose derivative it is."""
+    forward = record.forward if not record.own_frame else None
+    return record.info.op if forward is None else f"{record.info.op} (backward of {forward.info.op})"
+
+
+def location_text(record: OpRecord) -> str:
+    """File and line of an operation, as far as they are known."""
+    return _where(record)
+
+
 def _where(record: OpRecord) -> str:
     location = _location(record)
     return f"{location.file}:{location.line}" if location is not None else record.info.op

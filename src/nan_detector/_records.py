@@ -359,6 +359,23 @@ class Hazard(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class OpSeen(Record):
+    """One operation of a replay near a birth, in `nan-detector replay --ops`: the values that it took and gave.
+
+    `number` is its place among the operations of the step, `where` its line.
+    """
+
+    number: int
+    op: str
+    phase: str
+    layer_name: str | None
+    where: str
+    inputs: tuple[TensorStats, ...] = _nested(TensorStats, ())
+    output: TensorStats | None = _nested(TensorStats, None)
+    is_birth: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class StateProblem(Record):
     """State that is not finite: what `check_state()` gives.
 

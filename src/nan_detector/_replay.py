@@ -266,6 +266,8 @@ class Step:
             _refuse_iterators(args, kwargs)
         if tracer.api == "register_hook" and _has_hook(args):
             return True  # the alias took over what its parameter had
+        if tracer.evidence is not None and entry.kind == "backward":
+            tracer.evidence.before_backward(args, kwargs)
         try:
             with modes_of(entry):
                 out = make_call(entry.func, args, kwargs)
@@ -279,6 +281,8 @@ class Step:
         if entry.scalar is not None:
             tracer.number_given((args, kwargs))
         self.results[entry] = list(tensors_in(out))
+        if tracer.evidence is not None and entry.kind == "root":
+            tracer.evidence.root_gave(entry, self.results[entry])
         if tracer.api == "grad" and not any(t.requires_grad for t in self.results[entry]):
             self._gradients.add(entry)  # `p.grad`, or autograd.grad without create_graph
             if getattr(entry.func, "__name__", "") == "grad":
@@ -525,6 +529,8 @@ class _ApiNames(TorchFunctionMode):
         tracer.api, tracer.api_inputs = public_name(func), args
         tracer.called = Called(func, caller(make_call.__code__) or tracer.mark)
         tracer.transformed = _functorch_level() is not None
+        if tracer.evidence is not None and tracer.api in ("backward", "grad"):
+            tracer.evidence.before_backward(args, kwargs)
         try:
             given = kwargs or {}
             run = partial(self.step.called, func, args, given, lambda: func(*args, **given))

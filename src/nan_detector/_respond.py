@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from nan_detector._aftermath import Aftermath, BadState, Damage
 from nan_detector._before import before_sentences
+from nan_detector._capsule.write import Capsules
 from nan_detector._config import Policy, Replay, policy_named
 from nan_detector._erased import erased
 from nan_detector._errors import NonFiniteError
@@ -49,6 +50,8 @@ class Responder:
         self.running: Call | None = None  # the call of `run_step` that is running
         self.raised: Call | None = None  # the last one, if it raised and nothing else was done since
         self._habits: dict[int, Habits] = {}
+        config = run.config
+        self.capsules = Capsules(run, config.log_dir, config.capsule_bytes) if config.capsule else None
 
     def hit(
         self,
@@ -96,6 +99,9 @@ class Responder:
             micro_step=max(0, backwards - 1),
         )
         run.book.provisional(event)
+        if self.capsules is not None and (suspicion.losses or suspicion.gradients):
+            with current.off():
+                event = replace(event, capsule=self.capsules.begin(event, current.tape))
         event = self._explained(current, event, suspicion, finding)
         event = replace(event, sample_id=run.ids_of(event.sample_index) or event.sample_id)
         policy = self._policy(event)
@@ -103,6 +109,7 @@ class Responder:
         event = replace(event, weights=weights, action=policy.value)
         if isinstance(suspicion.hyper, BadState) and suspicion.hyper.since is not None and event.phase == "state":
             event = replace(event, weights=f"damaged since step {suspicion.hyper.since}")
+        event = self._with_capsule(current, event)
         return self._decided(event, policy, key, later=optimizer is not None)
 
     def _is_told(self, suspicion: Suspicion) -> bool:
@@ -110,6 +117,18 @@ class Responder:
         if suspicion.losses or suspicion.gradients or not isinstance(suspicion.hyper, BadState):
             return False
         return any(e.tensor_name == suspicion.hyper.birth.tensor_name for e in self.run.book.events)
+
+    def _with_capsule(self, current: Session, event: NaNEvent) -> NaNEvent:
+        """`event`, whose capsule holds all that was found; without it where there is nothing to replay."""
+        if self.capsules is None or event.capsule is None:
+            return event
+        if event.phase == "optimizer":  # of an earlier step, and of what no replay runs
+            self.capsules.drop(event.capsule)
+            return replace(event, capsule=None)
+        self.run.book.write(event, sync=True)  # what is known is in the log before anything else is written
+        with current.off():
+            self.capsules.finish(event)
+        return event
 
     def _decided(self, event: NaNEvent, policy: Policy, key: int, *, later: bool, refused: bool = True) -> bool:
         """Write the final event down and do what the policy says. True when the step must not be taken.
@@ -135,14 +154,19 @@ class Responder:
         if excess:
             said = f"{excess}: more than max_skips={run.config.max_skips} allows"
             event = replace(event, action="raise", notes=(*event.notes, said))
-            run.book.final(event)
+            self._final(event)
             raise NonFiniteError(
                 f"{headline(event)}. {said[0].upper()}{said[1:]} ({run.ledger.skipped_steps} in all). Mend the cause "
                 "that the event names, or allow more with max_skips (None: no limit).",
                 event,
             )
-        run.book.final(event)
+        self._final(event)
         return self._act(policy, event)
+
+    def _final(self, event: NaNEvent) -> None:
+        if self.capsules is not None:
+            self.capsules.update(event)
+        self.run.book.final(event)
 
     def _went_back(self, event: NaNEvent, *, later: bool) -> NaNEvent:
         said = self.keeper.go_back(later=later) if self.keeper is not None else ""
@@ -249,13 +273,14 @@ class Responder:
     def _investigate(self, current: Session) -> Finding:
         """The replay: of the whole step where it is one call, else (or where that fails) of what the tape holds."""
         models, budget = self.run.models, self.run.config.replay_budget_s
+        evidence = self.capsules.evidence if self.capsules is not None else None
         call = self.running or self.raised
         if call is None or call.session is not current or not call.whole:
-            return investigate(current.tape, models, budget)
-        whole = investigate(current.tape, models, budget, call=call)
+            return investigate(current.tape, models, budget, evidence=evidence)
+        whole = investigate(current.tape, models, budget, call=call, evidence=evidence)
         if whole.reproduced == "yes":
             return replace(whole, micro_step=whole.micro_step + call.backwards_before)
-        taped = investigate(current.tape, models, budget)
+        taped = investigate(current.tape, models, budget, evidence=evidence)
         notes = tuple(n for n in whole.notes if n not in taped.notes)
         if taped.reproduced == "yes":
             return replace(taped, notes=(*taped.notes, *(f"the step function called again: {n}" for n in notes)))
@@ -265,8 +290,11 @@ class Responder:
         """What makes a step bad that a GradScaler skips, if it is so without a loss scale as well."""
         if self.run.config.replay is Replay.OFF:
             return None
+        evidence = self.capsules.evidence if self.capsules is not None else None
         with current.off():
-            finding = investigate(current.tape, self.run.models, self.run.config.replay_budget_s, unscaled=True)
+            finding = investigate(
+                current.tape, self.run.models, self.run.config.replay_budget_s, unscaled=True, evidence=evidence
+            )
         return finding if finding.trace is not None and finding.trace.birth is not None else None
 
     def erased_by(self, current: Session) -> Finding | None:
@@ -293,10 +321,14 @@ class Responder:
         event = new_event(self.run.step, Suspicion(), phase="forward")
         event = replace(event, symptom=f"the step raised {type(error).__name__}")
         self.run.book.provisional(event)
+        if self.capsules is not None:
+            with current.off():
+                event = replace(event, capsule=self.capsules.begin(event, current.tape))
         damage = self._damage_behind(finding)
         event = self._complete(event, finding) if damage is None else self._complete_damage(event, damage)
         weights = self._weights(event, Policy.STOP, stepping=False)
-        self.run.book.final(replace(event, weights=weights, action="raised by the training"))
+        event = self._with_capsule(current, replace(event, weights=weights, action="raised by the training"))
+        self._final(event)
 
     def _policy(self, event: NaNEvent) -> Policy:
         chosen = self.run.config.on_nan

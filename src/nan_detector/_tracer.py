@@ -109,6 +109,7 @@ class OpTracer(TorchDispatchMode):
         self.protected: Callable[[int], bool] = lambda key: False
         self.on_birth: Callable[[Gen], None] | None = None
         self.observer: Callable[..., None] | None = None  # shown each operation that gave finite values
+        self.evidence: Any = None  # keeps what shows the guilty operation alone, where a capsule is wanted
         self.last_scalar: Line = EMPTY
         self.on_scalar: Callable[[Line], None] | None = None
         self.leaves: dict[int, weakref.ref[Tensor]] = {}  # leaves that require grad, of a live trace
@@ -162,6 +163,8 @@ class OpTracer(TorchDispatchMode):
             if info.overwrites:
                 bad_before.pop(0, None)
         record = self._record(info, args, ins)
+        if self.evidence is not None:
+            self.evidence.ran(record, info, func, args, kwargs)
         out = func(*args, **kwargs)
         if info.op == "local_scalar_dense":
             self._scalar_read(record, ins, out)
@@ -176,6 +179,8 @@ class OpTracer(TorchDispatchMode):
         if info.uninitialised:
             self._uninitialised(record, outs)
             return out
+        if self.evidence is not None:
+            self.evidence.gave(record, before if info.mutates else ins, outs)
         bad = [o for o in outs if not _finite_fast(o)]
         if not bad:
             self._finite_result(info, record, ins, outs, bad_before)
@@ -416,6 +421,9 @@ class OpTracer(TorchDispatchMode):
             also = self._also_born(info, record, carried, values, out)
             if also is not None:
                 fresh.append(also)
+        if self.evidence is not None:
+            for gen in fresh:
+                self.evidence.born(gen, info, func, args, kwargs, ins, values, out)
         for gen in line:
             gen.pass_through(record)
         new = line | frozenset(fresh)

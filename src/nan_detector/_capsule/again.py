@@ -150,7 +150,7 @@ def _replayed(rebuilt: Rebuilt, models: Any, budget_s: float, evidence: Evidence
 
 def _event(capsule: Capsule, finding: Finding, rebuilt: Rebuilt) -> NaNEvent:
     was = capsule.event
-    event = new_event(was.step, Suspicion(), phase=was.phase, micro_step=was.micro_step, rank=was.rank)
+    event = new_event(was.step, Suspicion(), phase=was.phase, micro_step=was.micro_step)
     event = replace(
         event, symptom=was.symptom, loss=was.loss, weights=was.weights, action=was.action, capsule=str(capsule.path)
     )

@@ -238,7 +238,7 @@ def reduction_of_empty(birth: Birth, trace: Trace) -> Cause | None:
 def std_of_one(birth: Birth, trace: Trace) -> Cause | None:
     """An unbiased standard deviation or variance over one element."""
     op = op_of(birth)
-    if not user_written(birth, *_SPREADS) or not birth.inputs or not made_nan(birth):
+    if not user_written(birth, *_SPREADS) or not birth.inputs:
         return None
     stats, out = birth.inputs[0].whole, birth.output
     if out is None or not out.numel or stats.numel == 0 or any(s.bad_count for s in operands(birth)):

@@ -386,3 +386,47 @@ def test_a_small_script(tmp_path: Path) -> None:
     assert "NonFiniteError" in done.stderr
     assert "probe.py:4" in done.stderr
     assert "x / x" in done.stderr
+
+
+# -- what is said ------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_said_of_steps_and_weights() -> None:
+    with pytest.raises(NonFiniteError) as caught, detect_nan():
+        torch.sqrt(torch.tensor(-1.0, requires_grad=True)).backward()
+    text = str(caught.value)
+    assert text.startswith(" NaN born in the loss\n") and text.endswith("   state   reproduced: yes")
+    assert "step" not in text.splitlines()[0] and "weights" not in text
+    assert (caught.value.event.step, caught.value.event.weights) == (0, "")
+
+
+def test_backward_passes_are_counted() -> None:
+    w = torch.tensor(4.0, requires_grad=True)
+    with pytest.raises(NonFiniteError) as caught, detect_nan():
+        for value in (4.0, 1.0, -1.0):
+            torch.sqrt(w * value).backward()
+    assert str(caught.value).startswith(" NaN born after 2 backward passes, in the loss\n")
+    with pytest.raises(NonFiniteError) as caught, detect_nan():
+        for value in (4.0, -1.0):
+            torch.sqrt(w * value).backward()
+    assert str(caught.value).startswith(" NaN born after 1 backward pass, in the loss\n")
+
+
+def test_a_late_birth_is_described_like_the_first() -> None:
+    x = torch.tensor([-1.0, 1.0], requires_grad=True)
+    with pytest.raises(NonFiniteError) as caught, detect_nan():
+        for step in range(60):
+            roots = torch.sqrt(x.detach())  # left out below: nobody's error
+            (x[1:] * roots[1:] if step < 59 else x * roots).sum().backward()
+    event = caught.value.event
+    assert event.op == "sqrt" and event.inputs and event.inputs[0].negative_count == 1
+    assert event.cause is not None and event.cause.code == "sqrt_of_negative" and event.step == 59
+
+
+def test_code_executed_from_a_string_is_named_by_its_own_line() -> None:
+    space: dict[str, Any] = {"torch": torch}
+    exec("def loss(x):\n    y = x * 2\n    return torch.log(y).sum()\n", space)
+    with pytest.raises(NonFiniteError) as caught, detect_nan():
+        space["loss"](torch.tensor([-1.0], requires_grad=True)).backward()
+    location = caught.value.event.location
+    assert location is not None and (location.file, location.line, location.function) == ("<string>", 3, "loss")

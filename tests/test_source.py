@@ -139,7 +139,7 @@ def test_here_until_stops_at_the_runner():
         ("<python-input-3>", True),
         ("<doctest README.md[0]>", True),
         ("<timeit-src>", True),
-        ("<string>", False),
+        ("<string>", True),
         ("<eval_with_key>.12", False),
         ("<__array_function__ internals>", False),
         ("<attrs generated init program.Thing>", False),
@@ -213,6 +213,18 @@ def test_where_only_a_string_was_run_it_is_the_users():
         check=True,
     )
     assert out.stdout.split() == ["<string>", "5", "f", "''", "None", "False"]
+
+
+def test_code_that_was_executed_from_a_string_has_its_own_lines(monkeypatch: pytest.MonkeyPatch):
+    text = "def f(here):\n    x = 1\n    return here()\n"
+    space: dict[str, Any] = {}
+    exec(text, space)
+    mark = space["f"](here)
+    assert mark is not None
+    location = source.location_of(mark)
+    assert (location.file, location.line, location.function, location.source_line) == ("<string>", 3, "f", "")
+    monkeypatch.setitem(linecache.cache, "<string>", (len(text), None, text.splitlines(True), "<string>"))
+    assert source.location_of(mark).source_line == "return here()"
 
 
 def test_a_template_does_not_stand_for_its_user():

@@ -9,6 +9,7 @@ of a model without gradients, an exception that the code raises because of it.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
@@ -67,6 +68,7 @@ class detect_nan(contextlib.ContextDecorator):  # a drop-in for torch.autograd.d
         live.open()
         _open_here().append(mode)
         live.tracer.on_scalar = mode.read
+        live.tracer.max_described = math.inf  # a block may hold many steps, each with births that come to nothing
         mode.__enter__()  # type: ignore[no-untyped-call]  # as torch ships it
         return self
 
@@ -107,6 +109,7 @@ class _Harm(TorchFunctionMode):
         super().__init__()
         self.live = live
         self._told: set[Gen] = set()
+        self._backwards = 0  # that have come to their end
 
     def name_of(self, t: Tensor) -> tuple[BirthKind, str] | None:
         """What a tensor is that no operation of the block made; None where code that is not seen may have made it."""
@@ -159,6 +162,7 @@ class _Harm(TorchFunctionMode):
         out = func(*args, **kwargs)
         leaves = [t for ref in self.live.tracer.leaves.values() if (t := ref()) is not None]
         self.judge((t.grad for t in leaves if t.grad is not None), "a gradient is not finite", "backward")
+        self._backwards += 1
         return out
 
     def left_module(self, module: Any, output: Any) -> None:
@@ -209,7 +213,9 @@ class _Harm(TorchFunctionMode):
     def _error(self, line: Line, symptom: str, phase: Any) -> NonFiniteError:
         with quiet():
             trace = trace_of_line(self.live.tracer, line)
-            event = replace(new_event(0, Suspicion(), phase=phase), symptom=symptom, action="raise")
+            # Nothing is known here of steps and of weights: backward passes are what can be counted.
+            event = new_event(self._backwards, Suspicion(), phase=phase)
+            event = replace(event, symptom=symptom, action="raise", weights="")
             event = complete(event, Finding(trace, "yes"), {}, ())
         for mode in _open_here():
             # A block that goes on after this error must not tell the same story when it ends.

@@ -43,7 +43,8 @@ _DEMO = os.path.join(_PACKAGE, "_demo")
 #: Code without a file that a person typed. Any other name in angle brackets is a template (dataclasses, fx, numpy).
 _TYPED = ("<stdin>", "<console>", "<input>", "<timeit-src>")
 _TYPED_PREFIXES = ("<ipython-input-", "<python-input-", "<doctest ", "<command-")
-#: `python -c` and `exec`: the user's only where no real file is further out, as namedtuples are made from it too.
+#: `python -c` and `exec`. The standard library makes methods of dataclasses from such text: those with names of their
+#: kind are the user's only where no real file is further out.
 _STRING = "<string>"
 
 
@@ -67,8 +68,8 @@ class Mark(NamedTuple):
         return code.co_firstlineno
 
 
-#: co_filename -> whether it is the user's. Filled by `_classify`.
-_USER: dict[str, bool] = {}
+#: co_filename -> whether it is the user's; of `_STRING`, that name, as it depends on the code. Filled by `_classify`.
+_USER: dict[str, bool | str] = {}
 #: Relative co_filename -> absolute path, taken when the file was first met: a run may change its folder later.
 _ABSOLUTE: dict[str, str] = {}
 _MAX_KNOWN = 10_000
@@ -99,7 +100,7 @@ def here(depth: int = 1) -> Mark | None:
             user = _USER[code.co_filename]
         except KeyError:
             user = _classify(code.co_filename)
-        if user and code.co_name not in _PASSING_ON:
+        if user and code.co_name not in _PASSING_ON and (user is True or _is_written(code)):
             return _new_mark(Mark, (code, frame.f_lasti))
         frame = frame.f_back
     return _typed_on_command_line(sys._getframe(depth), None)
@@ -118,7 +119,7 @@ def here_and_module(depth: int = 1) -> tuple[Mark | None, object | None]:
             user = _USER[code.co_filename]
         except KeyError:
             user = _classify(code.co_filename)
-        if user:
+        if user and (user is True or _is_written(code)):
             if code.co_name in _INNER:
                 mark = _new_mark(Mark, (code, frame.f_lasti))
                 return mark, enclosing_module(mark, depth + 1)
@@ -156,7 +157,7 @@ def here_until(barrier_code: types.CodeType, depth: int = 1) -> Mark | None:
             user = _USER[code.co_filename]
         except KeyError:
             user = _classify(code.co_filename)
-        if user and code.co_name not in _PASSING_ON:
+        if user and code.co_name not in _PASSING_ON and (user is True or _is_written(code)):
             return _new_mark(Mark, (code, frame.f_lasti))
         frame = frame.f_back
     return _typed_on_command_line(sys._getframe(depth), barrier_code)
@@ -176,7 +177,7 @@ def frame_self(depth: int = 1, barrier: types.CodeType | None = None) -> object 
         code = frame.f_code
         if code is barrier:
             return None
-        if _is_user(code.co_filename) and code.co_name not in _PASSING_ON:
+        if is_user_code(code) and code.co_name not in _PASSING_ON:
             if "self" in code.co_varnames or "self" in code.co_cellvars or "self" in code.co_freevars:
                 owner: object | None = frame.f_locals.get("self")
                 if code.co_name == "forward" or hasattr(type(owner), "named_modules"):
@@ -251,24 +252,32 @@ def source_context(location: Location, before: int = 1, after: int = 0) -> list[
 
 def is_user_code(code: object) -> bool:
     """True for the code of a function that the user, and no library, wrote."""
-    return isinstance(code, types.CodeType) and _is_user(code.co_filename)
+    if not isinstance(code, types.CodeType):
+        return False
+    user = _user(code.co_filename)
+    return user is True or (user is not False and _is_written(code))
 
 
 def is_user_file(filename: str) -> bool:
     """True for the file name of code that the user, or a library other than PyTorch, wrote."""
-    return _is_user(filename)
+    return bool(_user(filename))
 
 
-def _is_user(filename: str) -> bool:
+def _user(filename: str) -> bool | str:
     known = _USER.get(filename)
     return _classify(filename) if known is None else known
 
 
-def _classify(filename: str) -> bool:
+def _is_written(code: types.CodeType) -> bool:
+    """False for a method of the kind that the standard library makes from text."""
+    return not code.co_name.startswith("__")
+
+
+def _classify(filename: str) -> bool | str:
     if len(_USER) >= _MAX_KNOWN:  # a program that compiles code for ever, each piece under a new name
         _USER.clear()
         _ABSOLUTE.clear()
-    user = _USER[filename] = _is_user_file(filename)
+    user = _USER[filename] = _STRING if filename == _STRING else _is_user_file(filename)
     if user:
         _absolute(filename)
     return user

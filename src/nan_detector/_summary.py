@@ -100,12 +100,21 @@ def headline(event: NaNEvent) -> str:
 
 def title(event: NaNEvent) -> str:
     """What was born or found, at which step, in which phase."""
-    step = f"at step {event.step}" + (f", micro-step {event.micro_step}" if event.micro_step else "")
+    step = f" at step {event.step}" + (f", micro-step {event.micro_step}" if event.micro_step else "")
+    if _is_of_a_block(event):
+        count = event.step
+        step = f" after {count} backward pass{'es' * (count > 1)}" if count else ""
     rank = f", on rank {event.rank}" if event.rank else ""
     if event.phase == "state" and event.severity == "silent":
-        return f"{_kind(event)} {_verb(event)} {step}{rank}, in state that no step uses"
+        return f"{_kind(event)} {_verb(event)}{step}{rank}, in state that no step uses"
     phase = _PHASES.get(event.phase, clean(event.phase))
-    return f"{_kind(event)} {_verb(event)} {step}{rank}, {phase}{_SEVERITIES.get(event.severity, '')}"
+    comma = "," if step or rank else ""
+    return f"{_kind(event)} {_verb(event)}{step}{rank}{comma} {phase}{_SEVERITIES.get(event.severity, '')}"
+
+
+def _is_of_a_block(event: NaNEvent) -> bool:
+    """True for an event of `detect_nan`, which knows of no steps and no weights."""
+    return event.action == "raise" and not event.weights
 
 
 def where(event: NaNEvent) -> str:
@@ -346,7 +355,7 @@ def _joined_if_short(sentences: Sequence[str]) -> Sequence[str]:
 
 def _state(event: NaNEvent) -> str:
     weights = _WEIGHTS.get(event.weights, f"weights are {event.weights}" if event.weights else "")
-    action = _ACTIONS.get(event.action, event.action).rstrip(".")
+    action = "" if _is_of_a_block(event) else _ACTIONS.get(event.action, event.action).rstrip(".")
     said = ": ".join(p for p in (weights, action) if p)
     reproduced = f"reproduced: {_REPRODUCED.get(event.reproduced, event.reproduced)}"
     return f"{said}.        {reproduced}" if said else reproduced

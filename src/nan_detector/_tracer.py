@@ -97,6 +97,7 @@ class OpTracer(TorchDispatchMode):
         self.deadline = deadline
         self.lineage = Lineage()
         self.births: list[Gen] = []
+        self.max_described: float = MAX_DESCRIBED
         self.operations = 0
         self.phase = "loss"
         self.mark: Mark | None = None  # of the recorded call that is being made again
@@ -535,7 +536,7 @@ class OpTracer(TorchDispatchMode):
         mask: Tensor | None,
     ) -> Gen:
         gen = Gen((2, self.operations), kind, intended, record)
-        if not intended and len(self.births) < MAX_DESCRIBED:
+        if not intended and len(self.births) < self.max_described:
             mask = _finite.bad_mask(out) if mask is None else mask
             gen.output = _finite.stats(out)
             gen.guilty = int(mask.sum())

@@ -28,6 +28,8 @@ PATCHABLE = (
     ("torch.nn", "Module.__call__"),
     ("torch.nn", "Module._call_impl"),
     ("torch.nn", "Module.zero_grad"),
+    ("torch.nn", "RNNBase.check_input"),
+    ("torch.amp.autocast_mode", "autocast.__enter__"),
     ("torch.nn.utils", "clip_grad_norm_"),
     ("torch.nn.utils", "clip_grad_value_"),
     ("torch.nn.utils.clip_grad", "clip_grad_norm_"),

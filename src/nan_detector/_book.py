@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 import threading
@@ -46,13 +47,20 @@ class Book:
             else:
                 self.dropped += 1
 
-    def final(self, event: NaNEvent) -> None:
-        """Replace the provisional event by what was found, and tell."""
+    def located(self, event: NaNEvent) -> None:
+        """Write down what is known already, while the search goes on: the event stays provisional."""
+        self._replace(dataclasses.replace(event, status="provisional"))
+
+    def _replace(self, event: NaNEvent) -> None:
         with self._lock:
             self.write(event, sync=True)
             for i, known in enumerate(self.events):
                 if known.event_id == event.event_id:
                     self.events[i] = event
+
+    def final(self, event: NaNEvent) -> None:
+        """Replace the provisional event by what was found, and tell."""
+        self._replace(event)
         self._write_rows()
         try:
             self._show(event)

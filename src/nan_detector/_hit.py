@@ -7,12 +7,13 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from nan_detector import _finite
+from nan_detector._again import Again
 from nan_detector._diagnosis import diagnose
 from nan_detector._errors import ReplayRefused
 from nan_detector._gate import Suspicion
@@ -20,13 +21,14 @@ from nan_detector._moment import Moment
 from nan_detector._naming import Names
 from nan_detector._origin import birth_of, silent_births, trace_of, trace_of_line
 from nan_detector._quiet import quiet
-from nan_detector._records import Cause, LossTerm, NaNEvent, Phase, Reproduced, Severity, TensorStats, Verdict
+from nan_detector._records import Cause, LossTerm, NaNEvent, Phase, Reproduced, Severity, TensorStats
 from nan_detector._replay import Replayed, Step
-from nan_detector._run_step import Call, WholeStep
+from nan_detector._run_step import Call
 from nan_detector._samples import sample_ids
 from nan_detector._state import logger, process_rank, strict
 from nan_detector._tape import Entry, Tape
 from nan_detector._trace import Birth, BirthKind, GuiltyInput, Trace
+from nan_detector._verdict import verdict
 
 #: What is said of a step that a replay found nothing wrong with.
 FINITE_AGAIN = "the same step again is finite"
@@ -43,6 +45,7 @@ class Finding:
     silent: tuple[Birth, ...] = ()
     sample_id: tuple[str, ...] = ()
     loss_terms: tuple[LossTerm, ...] = ()
+    again: Again | None = field(default=None, compare=False, repr=False)  # to run the step for trials
 
 
 def new_event(step: int, suspicion: Suspicion, *, phase: Phase, micro_step: int = 0) -> NaNEvent:
@@ -130,12 +133,8 @@ def investigate(
         return Finding(notes=(*notes, "not replayed: another thread was replaying all the time (replay_budget_s)"))
     try:
         try:
-            outside, deadline = list(tape.outside.values()), time.perf_counter() + budget_s
-            step = (
-                Step(entries, outside, models, names, deadline, unscaled)
-                if call is None
-                else WholeStep(call, entries, outside, models, names, deadline)
-            )
+            again = Again(entries, list(tape.outside.values()), models, names, call, unscaled)
+            step = again.step(time.perf_counter() + budget_s)
             if evidence is not None:
                 evidence.start()
                 step.tracer.evidence = evidence
@@ -172,7 +171,13 @@ def investigate(
             f"was not taken: restore {'it' if one else 'them'} before an evaluation or a checkpoint"
         )
         finding = replace(finding, notes=(*finding.notes, note))
-    return finding
+    again = replace(
+        again,
+        raised=type(replayed.raised) if replayed.raised is not None else None,
+        changed=tuple(o.name or "a tensor" for o in replayed.changed),
+        opaque=tuple(replayed.opaque),
+    )
+    return replace(finding, again=again)
 
 
 def _loss_terms(step: Step, replayed: Replayed, micro_step: int) -> tuple[LossTerm, ...]:
@@ -271,8 +276,6 @@ _PHASES: dict[str, Phase] = {
     "backward": "backward", "optimizer": "optimizer", "state": "state",
 }  # fmt: skip
 
-_VERDICTS: dict[str, Verdict] = {"input": "data", "label": "data", "parameter": "state", "buffer": "state"}
-
 
 def complete(
     event: NaNEvent, finding: Finding, history: dict[str, tuple[float, ...]], before: tuple[str, ...]
@@ -286,7 +289,7 @@ def complete(
             reproduced=finding.reproduced,
             notes=(*event.notes, *finding.notes),
             before=before,
-            verdict="not_reproducible" if finding.reproduced == "no" else "undecided",
+            verdict=verdict(None, None, (), finding.reproduced),
         )
     trace = replace(
         trace,
@@ -311,7 +314,7 @@ def complete(
         inputs=_input_stats(birth.inputs, birth),
         output=birth.output,
         cause=cause,
-        verdict=_verdict(birth, cause),
+        verdict=verdict(birth, cause, (), finding.reproduced),
         spread=trace.spread,
         before=before,
         reproduced=finding.reproduced,
@@ -327,22 +330,6 @@ def _input_stats(inputs: tuple[GuiltyInput, ...], birth: Birth) -> tuple[TensorS
     if birth.derivative_of is not None and birth.forward_inputs:
         return birth.forward_inputs
     return tuple(i.whole for i in inputs)
-
-
-def _verdict(birth: Birth, cause: Cause | None) -> Verdict:
-    found = _VERDICTS.get(birth.kind)
-    if found is not None:
-        return found
-    if cause is not None and cause.code in (
-        "half_overflow",
-        "half_gradient_overflow",
-        "eps_underflow",
-        "underflow_to_zero",
-    ):
-        return "precision"
-    if birth.kind in (BirthKind.OPERATION.value, BirthKind.INTENDED_MET.value, BirthKind.INTENDED_REACHED.value):
-        return "formula"
-    return "undecided"
 
 
 def silent_event(step: int, birth: Birth, cause: Cause | None) -> NaNEvent:
@@ -362,7 +349,7 @@ def silent_event(step: int, birth: Birth, cause: Cause | None) -> NaNEvent:
         inputs=_input_stats(birth.inputs, birth),
         output=birth.output,
         cause=cause,
-        verdict=_verdict(birth, cause),
+        verdict=verdict(birth, cause, (), "yes"),
         symptom="an infinity was absorbed on its way: the loss does not show it",
         reproduced="yes",
         rank=process_rank(),

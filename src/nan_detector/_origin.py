@@ -209,6 +209,7 @@ def birth_of(gen: Gen) -> Birth:
         in_library=library,
         first_bad_index=gen.first_bad,
         sample_index=gen.rows if gen.kind in (BirthKind.INPUT, BirthKind.LABEL) else (),
+        guilty_rows=gen.rows,
         note=gen.note or (f"first used at {_where(record)}" if source else ""),
     )
 

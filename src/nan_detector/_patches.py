@@ -197,6 +197,7 @@ def _wrap_compiled_calls() -> None:
                 live.step_back()
         else:
             current.compiled.append([sys._getframe(1), current.pop(), False, aside])
+            current.compiled_after = current.tape.entries[-1].number if current.tape.entries else -1
             _apply[0].leave()
         return original(callback)
 
@@ -264,6 +265,7 @@ def _compiled_module(compiled: Callable[..., Any], module: torch.nn.Module, args
     try:
         for roots in watching:
             roots.enter(module, args, kwargs)
+        session().mark_compiled()
         try:
             out = compiled(*args, **kwargs)
         finally:

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from nan_detector._call_site import Called, caller
 from nan_detector._calls import public_name
+from nan_detector._change import Change, Follower
 from nan_detector._errors import ReplayRefused
 from nan_detector._lineage import key_of
 from nan_detector._loss_terms import Sums
@@ -25,7 +26,7 @@ from nan_detector._moment import Moment, Snapshot, is_passive_buffer, restore
 from nan_detector._naming import Names, is_made, is_move
 from nan_detector._patches import ReplayEnds
 from nan_detector._quiet import quiet
-from nan_detector._session import restore_rng
+from nan_detector._session import restore_rng, rng_state
 from nan_detector._state import replaying
 from nan_detector._tape import Entry, Made, Outside, Packed, tensors_in, tokens_in
 from nan_detector._trace import BirthKind
@@ -56,6 +57,7 @@ class Replayed:
     results_last: list[Tensor] = field(default_factory=list)  # what the last calls gave
     changed: list[Outside] = field(default_factory=list)  # written in place after the step used them
     backward_ends: list[int] = field(default_factory=list)  # operations made when each backward ended
+    drew: bool = False  # random numbers were drawn
 
     def micro_step_of(self, operation: int) -> int:
         """How many backward passes had ended when `operation` ran."""
@@ -78,8 +80,10 @@ class Step:
         names: Names,
         deadline: float,
         unscaled: bool = False,
+        change: Change | None = None,
     ) -> None:
-        self.unscaled = unscaled  # every loss scale is taken to be 1
+        self.change = change  # what is done differently: such a replay only asks whether the step is finite
+        self.unscaled = unscaled or (change is not None and change.unscaled)  # every loss scale is taken to be 1
         self.entries = entries
         self.models = models
         self.names = names
@@ -88,7 +92,8 @@ class Step:
         self.buffer_copies: list[tuple[torch.nn.Module, str, Tensor]] = []
         self.outside = {o.ident: o for o in outside}
         self.locals: dict[int, Tensor] = {}
-        self.tracer = OpTracer(barrier=make_call.__code__, outside=self._name_of, deadline=deadline)
+        tracer = OpTracer if change is None else Follower
+        self.tracer: OpTracer = tracer(barrier=make_call.__code__, outside=self._name_of, deadline=deadline)
         self.tracer.protected = self._is_users_memory
         self.tracer.on_leaf = self._stash
         self.replayed = Replayed(self.tracer)
@@ -98,8 +103,12 @@ class Step:
         self._gradients: set[Entry] = set()  # calls that gave gradients, or what was made of gradients alone
         self._asked_for: set[Entry] = set()  # those of them whose gradients came from autograd.grad
         self._own_leaves: set[int] = set()
+        self._making: Entry | None = None
+        self._rng: tuple[Tensor, ...] = ()  # where the random streams stood when a watched module was last called
         self._afterwards: list[Callable[[], None]] = []  # what is put back after the writes
         self._stashed: dict[int, tuple[Tensor, Tensor | None]] = {}
+        if change is not None:
+            change.is_replays_own = lambda t: id(t) in self._own_leaves
 
     def _stash(self, leaf: Tensor) -> None:
         """A leaf that is not the replay's own takes part: its `.grad` is put aside, so that nothing flows into it."""
@@ -124,9 +133,9 @@ class Step:
             made = self.results.get(value.entry)
             if made is None or value.position >= len(made):
                 raise _Lost("a tensor that the step used was made before what was kept of it")
-            return made[value.position]
+            return self._given(made[value.position], value)
         if isinstance(value, Outside):
-            return self._outside_value(value)
+            return self._given(self._outside_value(value), value)
         kind = type(value)
         if kind is tuple or kind is list:
             return kind([self.decode(v) for v in value])
@@ -137,6 +146,11 @@ class Step:
         if isinstance(value, Packed):
             return value.rebuild(self.decode)
         return value
+
+    def _given(self, t: Tensor, token: Made | Outside) -> Tensor:
+        if self.change is None or self._making is None:
+            return t
+        return self.change.given(t, token, self._making)
 
     def _outside_value(self, token: Outside) -> Tensor:
         alias = self.aliases.get(token.ident) if token.leaf else None
@@ -150,6 +164,8 @@ class Step:
             if token.snapshot is not None:
                 local = local.clone()
                 self._own.add(key_of(local))
+            if self.change is not None:
+                local = self.changed(local.detach(), self.change.outside)
             if token.opaque or (token.leaf and token.tensor.requires_grad):
                 # Gradients must flow into the replay's own leaf, never into the user's.
                 local = local.detach().requires_grad_()
@@ -174,6 +190,7 @@ class Step:
             with (
                 replaying(),
                 stance,
+                self.change.around() if self.change is not None else contextlib.nullcontext(),
                 warnings.catch_warnings(),
                 self._swapped(),
                 torch.autograd.set_multithreading_enabled(False),
@@ -184,6 +201,7 @@ class Step:
                 self.replayed.changed = [t for t in used if t.changed and t.ident not in self.aliases]
                 with self._module_tracking(), _ApiNames(self), self.tracer:
                     self.make_all()
+                self.replayed.drew = self._drew()
                 self._collect()
         finally:
             with quiet():
@@ -195,6 +213,13 @@ class Step:
                     leaf.grad = grad
             snapshot.restore()
         return self.replayed
+
+    def _drew(self) -> bool:
+        """True when the step has drawn random numbers from torch's own generators."""
+        now = rng_state()
+        return any(e.rng is not None for e in self.entries) or any(
+            not torch.equal(a, b) for a, b in zip(now, self._rng or now, strict=False)
+        )
 
     def values(self) -> tuple[Any, ...]:
         """Functions and values, beyond the models, whose state the replay may move."""
@@ -252,6 +277,7 @@ class Step:
         if moment is not None:
             self._restore_moment(moment)
             tracer.phase = "forward"
+        self._making = entry
         try:
             args, kwargs = self.decode(entry.args), self.decode(entry.kwargs)
         except _Lost:
@@ -325,6 +351,8 @@ class Step:
         return owner if not is_model or (entry.mark is not None and entry.mark.code.co_name == "forward") else None
 
     def _compare(self, entry: Entry, roots: Any) -> None:
+        if self.change is not None:
+            return
         mine = [t.detach() for t in tensors_in(roots) if t.numel() == 1]
         if len(mine) != len(entry.losses) or (self.unscaled and entry.unscaled):
             return
@@ -334,6 +362,7 @@ class Step:
 
     def _restore_moment(self, moment: Moment) -> None:
         restore(moment)
+        self._rng = moment.rng
         for module, name, value in moment.buffers:
             with quiet():  # our copy is no operation of the step
                 copy = value.clone()
@@ -390,6 +419,14 @@ class Step:
             self.aliases[id(p)] = alias
             self._own_leaves.add(id(alias))
         return alias
+
+    def changed(self, t: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        """`change` of `t`, as memory of the replay's own where it is other memory."""
+        with quiet():
+            changed = change(t)
+        if changed is not t and key_of(changed) != key_of(t):
+            self._own.add(key_of(changed))
+        return changed
 
     def _without_steps(self, hook: Any) -> Any:
         """A hook on a finished gradient, which may scale the gradient, but may not step an optimizer in a replay."""
@@ -486,6 +523,10 @@ class Step:
             if leaf.grad is not None and leaf.grad is not before:
                 known = self.names.of_memory(key_of(leaf))
                 self.replayed.gradients[known[1] if known is not None else f"leaf {id(leaf)}"] = leaf.grad
+        for leaf, stand_in in self.change.stand_ins.values() if self.change is not None else ():
+            if stand_in.grad is not None:
+                known = self.names.of_memory(key_of(leaf))
+                self.replayed.gradients[known[1] if known is not None else f"leaf {id(leaf)}"] = stand_in.grad
         for module, name, copy in self.buffer_copies:
             now = module._buffers.get(name)  # a forward may put another tensor in its place
             copy = copy if now is None else now
@@ -531,8 +572,11 @@ class _ApiNames(TorchFunctionMode):
         tracer.transformed = _functorch_level() is not None
         if tracer.evidence is not None and tracer.api in ("backward", "grad"):
             tracer.evidence.before_backward(args, kwargs)
+        change = self.step.change
         try:
             given = kwargs or {}
+            if change is not None:
+                return self.step.called(func, args, given, partial(change.call, func, args, given))
             run = partial(self.step.called, func, args, given, lambda: func(*args, **given))
             return self.step.sums.follow(func, args, given, tracer.mark, run)
         finally:

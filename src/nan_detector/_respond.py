@@ -24,6 +24,7 @@ from nan_detector._session import Session, session
 from nan_detector._state import logger, strict
 from nan_detector._summary import headline
 from nan_detector._trace import BirthKind
+from nan_detector._trials import with_trials
 from nan_detector._watchers import StepWatch
 
 T = TypeVar("T")
@@ -212,7 +213,18 @@ class Responder:
         if suspicion.gradients and not suspicion.losses:
             finding = replace(finding, notes=tuple(_STALE if n == FINITE_AGAIN else n for n in finding.notes))
         damage = self._damage_behind(finding)
-        return self._complete(event, finding) if damage is None else self._complete_damage(event, damage)
+        if damage is not None:
+            return self._complete_damage(event, damage)
+        return self._tried(current, self._complete(event, finding), finding)
+
+    def _tried(self, current: Session, event: NaNEvent, finding: Finding) -> NaNEvent:
+        """The event with its trials. What was found before them is written down first: they take their time."""
+        if finding.again is None:
+            return event
+        self.run.book.located(event)
+        compiled = current.compiled_after >= current.tape.boundary
+        with current.off(), self.watch.at_rest():
+            return with_trials(event, finding, self.run.config.replay_budget_s, compiled)
 
     def _damage_behind(self, finding: Finding) -> Damage | None:
         """The optimizer step that made the bad parameter which a bad step goes back to."""
@@ -325,7 +337,10 @@ class Responder:
             with current.off():
                 event = replace(event, capsule=self.capsules.begin(event, current.tape))
         damage = self._damage_behind(finding)
-        event = self._complete(event, finding) if damage is None else self._complete_damage(event, damage)
+        if damage is None:
+            event = self._tried(current, self._complete(event, finding), finding)
+        else:
+            event = self._complete_damage(event, damage)
         weights = self._weights(event, Policy.STOP, stepping=False)
         event = self._with_capsule(current, replace(event, weights=weights, action="raised by the training"))
         self._final(event)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from nan_detector._quiet import hidden, quiet
 from nan_detector._replay import Step, make_call, modes_of, same_values
 from nan_detector._session import Session
 from nan_detector._state import replay_may_step
-from nan_detector._tape import Entry, Tensor, autocast_state, tensors_in
+from nan_detector._tape import Entry, Outside, Packed, Tape, Tensor, autocast_state, tensors_in, tokens_in
 from nan_detector._trace import BirthKind
 from nan_detector._tracer import set_version
 
@@ -116,7 +116,7 @@ class WholeStep(Step):
         with _schedulers_at_rest(), replay_may_step(self._is_own_optimizer):
             try:
                 with modes_of(like):
-                    out = make_call(call.function, call.args, call.kwargs)
+                    out = make_call(call.function, *self._arguments())
                 self.replayed.results_last = list(tensors_in(out))
             except ReplayEnds:
                 pass
@@ -125,6 +125,22 @@ class WholeStep(Step):
             except Exception as error:
                 self.replayed.raised = error
         self._compare_all()
+
+    def _arguments(self) -> tuple[Any, Any]:
+        """What the function is given: its own arguments, or, where the replay changes them, copies around others."""
+        call, change = self.call, self.change
+        if change is None:
+            return call.args, call.kwargs
+        tape = Tape()
+        tape.unbounded = True
+        with quiet():
+            args, kwargs = tape.encode(call.args), tape.encode(call.kwargs)
+            tokens = list(tokens_in((args, kwargs)))
+            values = {id(t): t.tensor for t in tokens if isinstance(t, Outside)}
+            changed = {i: self.changed(self.changed(t, change.outside), change.argument) for i, t in values.items()}
+        if all(changed[i] is t for i, t in values.items()):
+            return call.args, call.kwargs
+        return _filled(args, changed), _filled(kwargs, changed)
 
     def called(self, func: Callable[..., Any], args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
         """A function of the library is called: a backward pass shows the loss."""
@@ -137,6 +153,8 @@ class WholeStep(Step):
         return out
 
     def _compare_all(self) -> None:
+        if self.change is not None:
+            return
         theirs, mine = self.call.losses(), [t.detach() for t in self.replayed.losses]
         if (self.replayed.raised is not None) is not self.call.raised or (theirs and not mine):
             self.replayed.same = False
@@ -154,7 +172,7 @@ class WholeStep(Step):
             p.grad = None
 
             def mirror(a: Tensor) -> None:
-                p.grad = a.grad
+                p.grad = a.grad if a.grad is None or a.dtype == p.dtype else a.grad.to(p.dtype)
 
             alias.register_post_accumulate_grad_hook(mirror)
         return alias
@@ -183,6 +201,20 @@ class WholeStep(Step):
                 if token is not None and token.snapshot is not None and token.stands_for(t):
                     self._afterwards.append(partial(_put, t, t.detach().clone(), t._version))
                     t.detach().copy_(token.snapshot)
+
+
+def _filled(value: Any, tensors: Mapping[int, Tensor]) -> Any:
+    """An encoded value with a tensor in the place of each token."""
+    if isinstance(value, Outside):
+        return tensors[id(value)]
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([_filled(v, tensors) for v in value])
+    if kind is dict:
+        return {k: _filled(v, tensors) for k, v in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[_filled(v, tensors) for v in value])
+    return value.rebuild(lambda v: _filled(v, tensors)) if isinstance(value, Packed) else value
 
 
 def _put(t: Tensor, value: Tensor, version: int) -> None:

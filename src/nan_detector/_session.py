@@ -100,6 +100,7 @@ class Session:
         self.before_update: list[Callable[[list[Tensor]], bool]] = []
         self.refused: Mark | None = None  # the statement whose update was refused
         self.spent = 0.0  # seconds in recording since the last gate
+        self.compiled_after = -1  # number of the last entry when compiled code was entered
         self.compiled: list[list[Any]] = []  # calls of compiled code: frame, whether the mode was on before, entered
 
     # -- the mode --------------------------------------------------------------------------------------------------
@@ -146,6 +147,11 @@ class Session:
         """Seconds spent recording since this was last asked."""
         spent, self.spent = self.spent, 0.0
         return spent
+
+    def mark_compiled(self) -> None:
+        """The call of a watched module that has begun runs compiled code."""
+        if self.roots and self.roots[-1] is not None:
+            self.roots[-1][1].compiled = True
 
     def pause_again(self) -> None:
         """A closure has run within an optimizer's step: back to not recording."""

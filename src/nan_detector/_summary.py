@@ -53,6 +53,18 @@ _VERDICTS = {
     "compiler": "compiler: run eagerly, the step is finite",
     "not_reproducible": "not reproducible: run again, the step was finite",
 }
+#: Names of trials for a person, and those whose detail is the whole answer.
+_TRIALS = {
+    "again": "again",
+    "eager": "nothing compiled",
+    "float32": "in float32",
+    "float64": "in float64",
+    "loss_scale_1": "loss scale 1",
+    "finite_state": "with finite state",
+    "finite_data": "with finite data",
+    "samples": "samples",
+}
+_TOLD_IN_FULL = ("again", "samples")
 _LONGEST_LINE, _LONGEST_JOIN = 240, 110
 _LARGEST_SOURCE_FILE = 4 * 2**20
 _MOST_CONTINUATIONS = 3
@@ -154,7 +166,7 @@ def rows(event: NaNEvent) -> tuple[Row, ...]:
         ("why", _why(event)),
         ("values", _values(event) if unexplained else ()),
         ("fix", _fix(event)),
-        ("tried", [_trial(t) for t in event.trials if not _is_fix(t)]),
+        ("tried", _joined_if_short([_trial(t) for t in event.trials if not _is_fix(t)])),
         ("verdict", [_VERDICTS.get(event.verdict, "")]),
         ("terms", term_lines(event.loss_terms, place)),
         ("spread", [_spread(event)]),
@@ -322,8 +334,13 @@ def _outcome_of_fix(trial: Trial) -> str:
 
 
 def _trial(trial: Trial) -> str:
+    name = _TRIALS.get(trial.name, trial.name.replace("_", " "))
+    if trial.finite is not None and trial.name in _TOLD_IN_FULL and trial.detail:
+        return f"{name}: {trial.detail}"
     outcome = {True: "finite", False: "not finite", None: "not tried"}[trial.finite]
-    return f"{trial.name.replace('_', ' ')}: {outcome}" + (f" ({trial.detail})" if trial.detail else "")
+    # Which gradient stays bad is in the record; here it would drown what did help.
+    detail = trial.detail if trial.finite is not False or trial.name not in _TRIALS else ""
+    return f"{name}: {outcome}" + (f" ({detail})" if detail else "")
 
 
 def _spread(event: NaNEvent) -> str:

@@ -139,6 +139,7 @@ class Entry:
     age = 0  # gates passed since
     writes = False  # it writes into a tensor that it did not make
     raised = False  # it ended in an exception
+    compiled = False  # of a root call: compiled code ran in its place
 
     def __init__(
         self,

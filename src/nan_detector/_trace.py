@@ -55,6 +55,7 @@ class Birth(Record):
         in_library: True when the birth is inside a composite function of the library (`call` names it).
         args: Non-tensor arguments as `repr` strings, by position or name ("dim=-1", "eps=1e-12").
         guilty_count: How many elements of the result are guilty.
+        guilty_rows: Where along the first dimension of the result they are, at most 32.
     """
 
     number: int
@@ -76,6 +77,7 @@ class Birth(Record):
     in_library: bool = False
     first_bad_index: tuple[int, ...] = ()
     sample_index: tuple[int, ...] = ()
+    guilty_rows: tuple[int, ...] = ()
     note: str = ""
 
 

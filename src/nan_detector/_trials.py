@@ -1,0 +1,272 @@
+"""Trials: the step again with one thing changed, each of which answers a question, within a budget of time.
+
+They come after the located event is written down, the most telling first. What could not be tried says why.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from nan_detector._again import Again, Outcome
+from nan_detector._change import Change
+from nan_detector._errors import ReplayRefused
+from nan_detector._hit import Finding, one_at_a_time
+from nan_detector._records import NaNEvent, Trial
+from nan_detector._samples import sample_ids
+from nan_detector._state import logger, strict
+from nan_detector._trace import Birth
+from nan_detector._trial_changes import FiniteData, FiniteState, Part, Unscaled, Widened
+from nan_detector._trial_facts import Batch, batch_of, facts_of
+from nan_detector._trial_plan import (
+    AGAIN,
+    DATA,
+    EAGER,
+    FLOAT32,
+    FLOAT64,
+    MAX_NAMED,
+    SAMPLES,
+    STATE,
+    UNSCALED,
+    Facts,
+    Planned,
+    plan,
+)
+from nan_detector._trial_samples import Rows, Untold, find_guilty
+from nan_detector._verdict import verdict
+
+#: Trials may take this many times what one bare run of the step takes.
+MAX_RUNS = 20
+
+
+class Spent(Exception):
+    """The budget does not allow another run."""
+
+
+@dataclass
+class Lab:
+    """What a trial has to work with.
+
+    Attributes:
+        again: The step.
+        event: The located event.
+        birth: The birth that it names; None where nothing was found.
+        facts: What is known of the step.
+        batch: Its batch.
+        budget_s: Seconds for all trials together.
+        unit: Seconds of one bare run; 0 until there was one.
+        first: What came of the first bare run.
+    """
+
+    again: Again
+    event: NaNEvent
+    birth: Birth | None
+    facts: Facts
+    batch: Batch
+    budget_s: float
+    unit: float = 0.0
+    first: Outcome | None = None
+    rows: Rows = ()
+    runs: int = 0
+
+    def __post_init__(self) -> None:
+        self.begun = time.perf_counter()
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left."""
+        budget = min(self.budget_s, MAX_RUNS * self.unit) if self.unit else self.budget_s
+        return self.begun + budget - time.perf_counter()
+
+    def run(self, change: Change, *, checksum: bool = False) -> Outcome:
+        """The step with `change`.
+
+        Raises:
+            Spent: There is no time for it.
+        """
+        if self.left < self.unit or self.left <= 0:
+            raise Spent
+        outcome = self.again.run(change, self.begun + self.budget_s, checksum=checksum)
+        self.runs += 1
+        if self.first is None:
+            self.first, self.unit = outcome, outcome.seconds
+        return outcome
+
+
+Runner = Callable[[Lab, Planned], Trial]
+
+
+def with_trials(event: NaNEvent, finding: Finding, budget_s: float, compiled_after: bool = False) -> NaNEvent:
+    """`event` with what was tried on its step, and the verdict that follows. Never raises on the training's account.
+
+    Args:
+        event: The located event.
+        finding: What the replay found, with what is needed to run the step again.
+        budget_s: Seconds that all trials together may take, at most.
+        compiled_after: Compiled code was entered after the step's first recorded call.
+    """
+    if finding.again is None:
+        return event
+    try:
+        with one_at_a_time(budget_s):
+            return _tried(event, finding, finding.again, budget_s, compiled_after)
+    except ReplayRefused as refusal:
+        return replace(event, notes=(*event.notes, f"no trials: {refusal}"))
+    except Exception as error:
+        if strict():
+            raise
+        logger.exception("the trials failed; the event keeps what was found before them")
+        return replace(event, notes=(*event.notes, f"the trials failed: {type(error).__name__}: {error}"))
+
+
+def _tried(event: NaNEvent, finding: Finding, again: Again, budget_s: float, compiled_after: bool) -> NaNEvent:
+    birth = finding.trace.birth if finding.trace is not None else None
+    batch = batch_of(again, finding.micro_step)
+    facts = facts_of(again, batch, compiled_after)
+    lab = Lab(again, event, birth, facts, batch, min(budget_s, _patience_of_others()))
+    trials = _run_all(lab, plan(birth, finding.reproduced, facts))
+    judged = verdict(birth, event.cause, trials, finding.reproduced)
+    event = replace(event, trials=trials, verdict=judged)
+    if lab.rows and not event.sample_index and len(lab.rows) <= MAX_NAMED:
+        ids = sample_ids(again.names, again.entries, lab.rows, batch.size, event.tensor_name or "")
+        event = replace(event, sample_index=lab.rows, sample_id=ids)
+    return event
+
+
+def _run_all(lab: Lab, planned: tuple[Planned, ...]) -> tuple[Trial, ...]:
+    done: list[Trial] = []
+    why = ""
+    for p in planned:
+        runner = RUNNERS.get(p.name)
+        if runner is None:
+            continue
+        if p.why_not or why:
+            done.append(Trial(p.name, p.question, None, p.why_not or why))
+            continue
+        try:
+            trial = runner(lab, p)
+        except Spent:
+            trial = Trial(p.name, p.question, None, _spent(lab))
+        except Untold as untold:
+            trial = Trial(p.name, p.question, None, str(untold))
+        done.append(trial)
+        if p.name == AGAIN and lab.birth is not None and trial.finite is not False:
+            why = "without a replay that does what the step did, it would show nothing"
+    return tuple(done)
+
+
+def _spent(lab: Lab) -> str:
+    runs = f"{lab.runs} run{'s' if lab.runs != 1 else ''} of the step"
+    return f"the budget of {MAX_RUNS} bare steps was spent on {runs}"
+
+
+def _patience_of_others() -> float:
+    """Seconds for which other ranks can be kept waiting: a quarter of what they wait at all."""
+    dist = torch.distributed
+    if not dist.is_available() or not dist.is_initialized():
+        return float("inf")
+    try:
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        return float(backend.options._timeout.total_seconds()) / 4
+    except Exception:  # a backend that does not tell: what is usual
+        return float(dist.constants.default_pg_timeout.total_seconds()) / 4
+
+
+# -- the trials ----------------------------------------------------------------------------------------------------
+
+
+def _again(lab: Lab, planned: Planned) -> Trial:
+    first = lab.run(Change(), checksum=True)
+    if first.finite is None:
+        return _told(planned, first)
+    second = lab.run(Change(), checksum=True)
+    if second.finite is None:
+        return _told(planned, second)
+    if first.finite is not second.finite:
+        return Trial(planned.name, planned.question, True, "one of two runs was finite: it does not always happen")
+    same = first.print == second.print
+    how = "twice the same, bit for bit" if same else "twice, with different numbers: not deterministic"
+    return Trial(planned.name, planned.question, first.finite, how)
+
+
+def _eager(lab: Lab, planned: Planned) -> Trial:
+    first = lab.first
+    if first is None or first.finite is None:
+        return Trial(planned.name, planned.question, None, first.error if first is not None else "")
+    if not first.finite:
+        return Trial(planned.name, planned.question, False, "every replay is eager, and does the same")
+    if lab.again.changed:
+        said = f"{lab.again.changed[0]} was changed in place since, so the replay is another step"
+        return Trial(planned.name, planned.question, None, said)
+    if first.drew:
+        said = "the step draws random numbers, and compiled code draws others than eager code"
+        return Trial(planned.name, planned.question, None, said)
+    return _told(planned, first)
+
+
+def _in_dtype(dtype: torch.dtype) -> Runner:
+    def run(lab: Lab, planned: Planned) -> Trial:
+        return _told(planned, lab.run(Widened(dtype)))
+
+    return run
+
+
+def _unscaled(lab: Lab, planned: Planned) -> Trial:
+    return _told(planned, lab.run(Unscaled()))
+
+
+def _state(lab: Lab, planned: Planned) -> Trial:
+    return _told(planned, lab.run(FiniteState(lab.again.names)))
+
+
+def _data(lab: Lab, planned: Planned) -> Trial:
+    return _told(planned, lab.run(FiniteData()))
+
+
+def _samples(lab: Lab, planned: Planned) -> Trial:
+    birth, batch = lab.birth, lab.batch
+    suspects: Rows = ()
+    if birth is not None:
+        rows = birth.sample_index or birth.guilty_rows
+        fits = bool(birth.output is not None and birth.output.shape[:1] == (batch.size,))
+        suspects = rows if fits and len(rows) < MAX_NAMED else ()
+
+    def bad(rows: Rows) -> bool:
+        outcome = lab.run(Part(rows, batch))
+        if outcome.finite is None:
+            raise Untold(f"on part of the batch {outcome.error}")
+        return not outcome.finite
+
+    found = find_guilty(batch.size, suspects, bad)
+    lab.rows = found.rows
+    caveat = "; BatchNorm's statistics change with the batch" if lab.facts.batch_norm else ""
+    return Trial(planned.name, planned.question, found.finite_without, found.shown + caveat)
+
+
+def _told(planned: Planned, outcome: Outcome) -> Trial:
+    """What came of one run, in words."""
+    if outcome.finite is None:
+        return Trial(planned.name, planned.question, None, outcome.error)
+    if not outcome.finite:
+        return Trial(planned.name, planned.question, False, _of(outcome.bad))
+    return Trial(planned.name, planned.question, True, "" if outcome.loss is None else f"loss {outcome.loss:.4g}")
+
+
+def _of(bad: str) -> str:
+    return bad if bad.startswith("the step") else f"{bad} is not"
+
+
+#: How each trial is made. A kind that is planned and has no runner here is left out.
+RUNNERS: Mapping[str, Runner] = {
+    AGAIN: _again,
+    EAGER: _eager,
+    FLOAT32: _in_dtype(torch.float32),
+    FLOAT64: _in_dtype(torch.float64),
+    UNSCALED: _unscaled,
+    STATE: _state,
+    DATA: _data,
+    SAMPLES: _samples,
+}

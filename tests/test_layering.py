@@ -100,6 +100,7 @@ TABLE = (
             "_stored",
             "_gate",
             "_erased",
+            "_looks",
             "_scaled_clip",
             "_hit",
             "_hyper",

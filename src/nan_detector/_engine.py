@@ -149,6 +149,8 @@ class Engine:
         """A watched model is about to be called, outermost."""
         if not training:
             return
+        if current.looks:
+            self.contain(self.judge.explain_looks, current)
         self.hazards.last = None  # from here on the memory is the next step's
         if self.keeper is not None:
             self.contain(self.keeper.settle)
@@ -429,6 +431,8 @@ class Engine:
 
     def set_batch(self, index: int, sample_ids: tuple[str, ...], current: Session) -> None:
         """The user names the step that begins."""
+        if current.looks:
+            self.contain(self.judge.explain_looks, current)
         self.run.told_step, self.run.sample_ids = index, sample_ids
         if not current.tape.backwards:
             with hidden():

@@ -102,6 +102,7 @@ def investigate(
     conclude: Callable[[Replayed, list[str]], Finding] | None = None,
     evidence: Any = None,
     names: Names | None = None,
+    only: Entry | None = None,
 ) -> Finding:
     """Replay the step on `tape` and trace the harm to its birth. Never raises on the training's account.
 
@@ -112,12 +113,14 @@ def investigate(
         silent: Look for overflows that did no harm instead.
         call: Replay this call of a step function instead of what is on the tape.
         unscaled: Replay with every loss scale at 1: what is bad then is not the scaler's doing.
+        only: Replay this call and what it depends on, instead of all since the last gate.
         conclude: What to make of the replay; None for the birth that the step's harm goes back to.
         evidence: Keeps what shows the guilty operation alone, for a capsule.
         names: Names of the models and of the batch, where they are known from elsewhere.
     """
     notes = [f"dropped: {d}" for d in tape.dropped]
-    entries = relevant_entries(tape)
+    wanted = tape.needed([only]) if only is not None else frozenset()
+    entries = relevant_entries(tape) if only is None else [e for e in tape.entries if e in wanted]
     if not entries and call is None:
         return Finding(notes=(*notes, "nothing of this step was recorded, so it cannot be replayed"))
     names = Names(models) if names is None else names

@@ -18,6 +18,7 @@ from nan_detector._gate import Reading, Suspicion, column_names, confirm, glance
 from nan_detector._hit import Finding
 from nan_detector._hyper import HyperProblem, bad_hyperparameter
 from nan_detector._layers import absolute_maxima
+from nan_detector._looks import Looks
 from nan_detector._naming import Names
 from nan_detector._quiet import quiet
 from nan_detector._records import GradEvent, StepRow
@@ -26,7 +27,6 @@ from nan_detector._rounds import Rounds
 from nan_detector._run import Run
 from nan_detector._scaling import Skips, knows_scale, scale_in_use, skips_itself, still_scaled
 from nan_detector._session import Session
-from nan_detector._source import location_of
 from nan_detector._stepped import Stepped
 from nan_detector._tape import Entry
 from nan_detector._watchers import StepWatch
@@ -50,6 +50,7 @@ class Judge:
         self.skipping: Stepped | None = None  # whose step a GradScaler does not take
         self._skips = Skips()
         self.erasures = Erasures()
+        self.looks = Looks(run, watch)
         self._forewarning = Forewarning()  # of a loop that updates the weights itself
         self._warned_step: int | None = None
 
@@ -383,18 +384,11 @@ class Judge:
 
     def tell_handled(self, current: Session, pending: list[Entry]) -> None:
         """Note bad losses that the loop has looked at and has not trained on."""
-        looks = current.looks[:]
-        current.looks.clear()
-        trained = {e.number for e in current.tape.needed(pending)}
-        told = {e.step for e in self.run.book.events}
-        for look in looks:
-            if look.made_by in trained or look.step in told:
-                continue
-            told.add(look.step)
-            location = location_of(look.mark) if look.mark is not None else None
-            where = f" at {location.file}:{location.line}" if location is not None else ""
-            message = f"step {look.step}: the loop saw that a loss was not finite{where}, and did not train on it"
-            self.run.warn("handled", message, step=look.step, value=look.value, location=location)
+        self.looks.tell(current, current.tape.needed(pending))
+
+    def explain_looks(self, current: Session) -> None:
+        """Find out about bad losses that the loop has looked at, before they leave the tape."""
+        self.looks.explain(current, current.tape.needed(current.tape.pending()))
 
 
 def parameters_with_gradients(names: Names) -> Iterator[tuple[str, Tensor]]:

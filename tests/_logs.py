@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from nan_detector._digest import Digest, digest_of
 from nan_detector._eventlog import EventLog
+from nan_detector._reading import Problem
 from nan_detector._records import (
     Cause,
     GradEvent,
     LayerPeak,
     Location,
+    LossTerm,
     NaNEvent,
     Record,
     RunRecord,
@@ -132,3 +135,40 @@ def write(folder: Path, lines: list[Record] | None = None, rank: int = 0) -> Pat
         for record in records() if lines is None else lines:
             log.write(record)
     return log.path
+
+
+def digest(*runs: list[Record], problems: tuple[Problem, ...] = ()) -> Digest:
+    """The log that these lines of files make."""
+    return Digest((Path("events-rank0.jsonl"),), tuple(d for lines in runs for d in digest_of(lines)), problems)
+
+
+def evil_log() -> Digest:
+    """A log whose every string is a stranger's."""
+    evil = EVIL
+    where = replace(NORM, file=evil, function=evil, source_line=evil + "y" * 5000)
+    cause = EVENT.cause
+    assert cause is not None
+    event = replace(
+        EVENT,
+        layer_name=evil,
+        module_type=evil,
+        call=evil,
+        op=evil,
+        location=where,
+        cause=replace(cause, title=evil, explanation=evil, fix=evil, evidence=(evil,)),
+        trials=(replace(EVENT.trials[0], name=evil, question=evil, detail=evil),),
+        spread=(Site(evil, evil, evil, evil, where), Site(evil, evil, f"a.{evil}", evil, where)),
+        inputs=(replace(EVENT.inputs[0], dtype=evil, device=evil),),
+        loss_terms=(LossTerm(evil, 1.0, True, 1.0, where), LossTerm(evil, float("nan"), False)),
+        before=(evil,),
+        notes=(evil, "z" * 100_000),
+        weights=evil,
+        action=evil,
+        symptom=evil,
+        capsule=evil,
+        sample_id=(evil,),
+    )
+    run = replace(RUN, platform=evil, torch_version=evil, models=(evil,), options={evil: {evil: [evil]}})
+    peaks: list[Record] = [StepRow(s, layers=(LayerPeak(evil, 1.0 + s, 65504.0),)) for s in range(3)]
+    lines = [run, *(step_row(s) for s in range(3)), *peaks, event, WarningRecord(evil, 1, evil, evil)]
+    return digest(lines, problems=(Problem(Path(evil.replace("\x00", "")), 1, evil),))

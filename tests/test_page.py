@@ -21,10 +21,10 @@ pytest.importorskip("matplotlib", reason='the page is drawn with matplotlib: pip
 pytest.importorskip("jinja2", reason='the page is made with jinja2: pip install "nan-detector[report]"')
 
 import _logs
+from _logs import digest, evil_log
 from _strategies import records_of
 from nan_detector._cli.app import main
-from nan_detector._digest import Digest, digest_of
-from nan_detector._reading import Problem
+from nan_detector._digest import digest_of
 from nan_detector._records import (
     LayerPeak,
     LossTerm,
@@ -33,7 +33,6 @@ from nan_detector._records import (
     RunRecord,
     Site,
     StepRow,
-    WarningRecord,
 )
 from nan_detector._render.page import page, policy, style_sheet
 from nan_detector._render.page_view import IN_FULL, IN_LINES
@@ -44,12 +43,6 @@ from nan_detector._summary import rows, title
 
 Capture = pytest.CaptureFixture[str]
 NAN = math.nan
-
-
-def digest(*runs: list[Record], problems: tuple[Problem, ...] = ()) -> Digest:
-    return Digest((Path("events-rank0.jsonl"),), tuple(d for lines in runs for d in digest_of(lines)), problems)
-
-
 VOID = {"meta", "br"}
 
 
@@ -201,37 +194,6 @@ def test_the_same_log_makes_the_same_page(whole: str):
 
 
 # -- strangers --------------------------------------------------------------------------------------------------------
-
-
-def evil_log() -> Digest:
-    evil = _logs.EVIL
-    where = replace(_logs.NORM, file=evil, function=evil, source_line=evil + "y" * 5000)
-    cause = _logs.EVENT.cause
-    assert cause is not None
-    event = replace(
-        _logs.EVENT,
-        layer_name=evil,
-        module_type=evil,
-        call=evil,
-        op=evil,
-        location=where,
-        cause=replace(cause, title=evil, explanation=evil, fix=evil, evidence=(evil,)),
-        trials=(replace(_logs.EVENT.trials[0], name=evil, question=evil, detail=evil),),
-        spread=(Site(evil, evil, evil, evil, where), Site(evil, evil, f"a.{evil}", evil, where)),
-        inputs=(replace(_logs.EVENT.inputs[0], dtype=evil, device=evil),),
-        loss_terms=(LossTerm(evil, 1.0, True, 1.0, where), LossTerm(evil, NAN, False)),
-        before=(evil,),
-        notes=(evil, "z" * 100_000),
-        weights=evil,
-        action=evil,
-        symptom=evil,
-        capsule=evil,
-        sample_id=(evil,),
-    )
-    run = replace(_logs.RUN, platform=evil, torch_version=evil, models=(evil,), options={evil: {evil: [evil]}})
-    peaks: list[Record] = [StepRow(s, layers=(LayerPeak(evil, 1.0 + s, 65504.0),)) for s in range(3)]
-    lines = [run, *(_logs.step_row(s) for s in range(3)), *peaks, event, WarningRecord(evil, 1, evil, evil)]
-    return digest(lines, problems=(Problem(Path(evil.replace("\x00", "")), 1, evil),))
 
 
 def test_strings_of_a_stranger_are_text():

@@ -14,9 +14,9 @@ pytest.importorskip("jinja2", reason='the page is made with jinja2: pip install 
 
 import _logs
 from _browser import Opened, browser, need_browser, open_page, screenshot
+from _logs import digest, evil_log
 from nan_detector._render.page import page
 from nan_detector._render.palette import DARK, LIGHT
-from test_page import digest, evil_log
 
 
 @pytest.fixture(scope="module")

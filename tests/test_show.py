@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import _logs
+from _logs import digest
 from nan_detector._cli.app import main
-from nan_detector._digest import Digest, digest_of
-from nan_detector._records import GradEvent, NaNEvent, Record, StepRow, WarningRecord
+from nan_detector._records import GradEvent, NaNEvent, StepRow, WarningRecord
 from nan_detector._render.overview import IN_FULL, IN_LINES, Line, overview
 from nan_detector._render.terminal import print_overview
 
@@ -35,10 +35,6 @@ def shown(capsys: Capture, *argv: str) -> str:
     out, err = capsys.readouterr()
     assert err == ""
     return out
-
-
-def digest(*runs: list[Record]) -> Digest:
-    return Digest((Path("events-rank0.jsonl"),), tuple(d for lines in runs for d in digest_of(lines)))
 
 
 def test_the_whole_text(tmp_path: Path, capsys: Capture):

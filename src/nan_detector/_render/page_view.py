@@ -233,7 +233,7 @@ def _environment(run: RunDigest) -> tuple[tuple[str, str], ...]:
         ("torch", record.torch_version),
         ("Python", record.python_version),
         ("platform", record.platform),
-        *((f"option {key}", str(value)) for key, value in record.options.items()),
+        *((key, str(value)) for key, value in record.options.items()),
     )
 
 

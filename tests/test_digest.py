@@ -113,6 +113,16 @@ def test_a_line_without_end_costs_no_memory(tmp_path: Path):
     assert found[0].message == "the line has more than 1000 bytes, and is no record for that."
 
 
+def test_a_row_that_only_looks_like_one_is_a_problem(tmp_path: Path):
+    path = _logs.write(tmp_path, [_logs.RUN, StepRow(1)])
+    with open(path, "ab") as file:
+        file.write(b'{"schema_version":1,"record":"step","step":"two"}\n{"schema_version":1,"record":"step",}\n')
+    digest = read_digest(path)
+    assert [row.step for row in digest.runs[0].steps] == [1] and digest.runs[0].step_count == 1
+    assert [p.line for p in digest.problems] == [3, 4]
+    assert digest.problems[0].message == "step='two' is not a whole number."
+
+
 def test_progress_adds_up_to_the_file(tmp_path: Path):
     path = _logs.write(tmp_path)
     read: list[int] = []

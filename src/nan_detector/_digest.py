@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nan_detector._eventlog import log_files
-from nan_detector._reading import Problem, read_lines
+from nan_detector._reading import Problem, Unread, read_lines
 from nan_detector._records import GradEvent, NaNEvent, Record, RunRecord, StepRow, WarningRecord
 from nan_detector._thinning import Thinned
 
@@ -130,7 +130,9 @@ def read_digest(path: str | os.PathLike[str], on_bytes: Callable[[int], object] 
             # The other ranks' files are worth reading all the same.
             problems.append(Problem(file, 0, f"the file cannot be read any further ({error.strerror})."))
         runs += [f.done() for f in folded]
-    return Digest(tuple(files), tuple(runs), tuple(problems), left_out)
+        problems += [p for f in folded for p in f.problems]
+    left_out += max(0, len(problems) - MOST_PROBLEMS)
+    return Digest(tuple(files), tuple(runs), tuple(problems[:MOST_PROBLEMS]), left_out)
 
 
 def digest_of(records: Iterable[Record], rank: int = 0) -> list[RunDigest]:
@@ -141,7 +143,7 @@ def digest_of(records: Iterable[Record], rank: int = 0) -> list[RunDigest]:
     return [f.done() for f in folded]
 
 
-def _fold(runs: list[_Folded], record: Record, rank: int) -> None:
+def _fold(runs: list[_Folded], record: Record | Unread, rank: int) -> None:
     if isinstance(record, RunRecord):
         runs.append(_Folded(record.rank or rank))
     elif not runs:  # the log's beginning is missing
@@ -154,16 +156,19 @@ class _Folded:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
+        self.problems: list[Problem] = []
         self._run: RunRecord | None = None
         self._events: dict[str, NaNEvent] = {}
         self._left_out: set[str] = set()
         self._warnings: dict[tuple[str, str | None], WarningGroup] = {}
         self._grads: dict[tuple[str, str], GradGroup] = {}
-        self._steps = Thinned()
+        self._steps: Thinned[StepRow | Unread] = Thinned()
         self._peaks: deque[StepRow] = deque(maxlen=MOST_PEAKS)
 
-    def add(self, record: Record) -> None:
-        if isinstance(record, StepRow):
+    def add(self, record: Record | Unread) -> None:
+        if isinstance(record, Unread):
+            self._steps.add(record)
+        elif isinstance(record, StepRow):
             # A row with layers is a step's second one.
             (self._peaks.append if record.layers else self._steps.add)(record)
         elif isinstance(record, NaNEvent):
@@ -176,6 +181,9 @@ class _Folded:
             self._run = record
 
     def done(self) -> RunDigest:
+        read = [(row.read() if isinstance(row, Unread) else row) for row in self._steps.rows()]
+        self.problems = [row for row in read if isinstance(row, Problem)]
+        steps = tuple(row for row in read if isinstance(row, StepRow))
         return RunDigest(
             self._rank,
             self._run,
@@ -183,8 +191,8 @@ class _Folded:
             len(self._left_out),
             tuple(self._warnings.values()),
             tuple(self._grads.values()),
-            tuple(self._steps.rows()),
-            self._steps.count,
+            steps,
+            self._steps.count - len(self.problems),
             tuple(self._peaks),
         )
 

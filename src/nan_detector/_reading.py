@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from nan_detector._eventlog import is_torn, parse_line
-from nan_detector._records import Record
+from nan_detector._records import SCHEMA_VERSION, Record
 
 #: Bytes of a line from which it cannot be ours: the longest event has a hundredth of it.
 LONGEST_LINE = 16 * 2**20
+#: How the writer begins a step's row, and what is only in those that have layers.
+_STEP = f'{{"schema_version":{SCHEMA_VERSION},"record":"step",'.encode()
+_LAYERS = b'"layers":[{'
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +36,31 @@ class Problem:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A step's row that has not been looked into: of a million of them few are shown."""
+
+    file: Path
+    line: int
+    raw: bytes
+
+    def read(self) -> Record | Problem:
+        """The row, or what is wrong with it."""
+        return _read(self.file, self.line, self.raw) or Problem(self.file, self.line, "the line is empty.")
+
+
 def read_lines(
     path: Path, on_bytes: Callable[[int], object] | None = None, longest: int = LONGEST_LINE
-) -> Iterator[Record | Problem]:
+) -> Iterator[Record | Unread | Problem]:
     """The records of one file in order, and a `Problem` in place of each line that is none.
 
     Args:
         path: The file.
         on_bytes: Called with the length of each line, once it has been read; for a progress bar.
         longest: Bytes of a line above which it is not looked at.
+
+    Returns:
+        Rows of steps, in the form in which the log's writer puts them, as `Unread`: their first rows, without layers.
 
     Raises:
         OSError: The file cannot be read.
@@ -50,7 +69,13 @@ def read_lines(
         number = 0
         while line := file.readline(longest + 1):
             number += 1
-            found = _too_long(file, path, number, longest) if len(line) > longest else _read(path, number, line)
+            found: Record | Unread | Problem | None
+            if len(line) > longest:
+                found = _too_long(file, path, number, longest)
+            elif line.startswith(_STEP) and line.endswith(b"}\n") and _LAYERS not in line:
+                found = Unread(path, number, line)
+            else:
+                found = _read(path, number, line)
             if on_bytes is not None:
                 on_bytes(len(line))
             if found is not None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from typing import Generic, TypeVar
 
-from nan_detector._records import StepRow
+Row = TypeVar("Row")
 
 #: Rows kept of a whole run, at least half as many where there were more.
 SPREAD = 2000
@@ -13,7 +14,7 @@ SPREAD = 2000
 RECENT, EVENTS = 200, 20
 
 
-class Thinned:
+class Thinned(Generic[Row]):
     """Rows in order, thinned out as they come: from `SPREAD` on every second is dropped, again and again.
 
     Attributes:
@@ -22,13 +23,13 @@ class Thinned:
 
     def __init__(self) -> None:
         self.count = 0
-        self._spread: list[tuple[int, StepRow]] = []
+        self._spread: list[tuple[int, Row]] = []
         self._stride = 1
-        self._recent: deque[tuple[int, StepRow]] = deque(maxlen=RECENT)
-        self._kept: dict[int, StepRow] = {}
+        self._recent: deque[tuple[int, Row]] = deque(maxlen=RECENT)
+        self._kept: dict[int, Row] = {}
         self._events = 0
 
-    def add(self, row: StepRow) -> None:
+    def add(self, row: Row) -> None:
         """The next row of the log."""
         at = self.count
         self.count += 1
@@ -45,7 +46,7 @@ class Thinned:
             self._events += 1
             self._kept.update(self._recent)
 
-    def rows(self) -> Iterator[StepRow]:
+    def rows(self) -> Iterator[Row]:
         """What is kept, in order."""
         kept = {**dict(self._spread), **self._kept, **dict(self._recent)}
         yield from (kept[i] for i in sorted(kept))

@@ -71,7 +71,7 @@ def run_lines(run: RunDigest, *, ranks: bool) -> list[str]:
         lines = ["the log does not say what ran: its first lines are missing"]
     if ranks:
         lines[0] = f"rank {run.rank}  ·  {lines[0]}"
-    if run.step_count:
+    if run.steps:
         lines.append(steps_said(run))
     return [_short(line) for line in lines]
 

@@ -221,7 +221,7 @@ def _last_steps(steps: Sequence[StepRow]) -> Table | None:
 
 
 def _environment(run: RunDigest) -> tuple[tuple[str, str], ...]:
-    steps = ((("steps", overview.steps_said(run)),) if run.step_count else ()) + (("rank", str(run.rank)),)
+    steps = ((("steps", overview.steps_said(run)),) if run.steps else ()) + (("rank", str(run.rank)),)
     if run.run is None:
         return (("run", "the log does not say what ran: its first lines are missing"), *steps)
     record = run.run

@@ -109,6 +109,11 @@ class EarlyWarnings:
             found += self._zeros(step, zero_streaks)
         return found
 
+    @property
+    def unremarkable(self) -> tuple[float, float]:
+        """Loss and gradient norm between 0 and these may wait for some steps before they are fed."""
+        return self._loss.unremarkable, self._norm.unremarkable
+
     def _rate(self, step: int, lr: float, ceiling: float | None) -> Sequence[WarningRecord]:
         change = self._rates.feed(lr, ceiling, self._count)
         if change.regime:

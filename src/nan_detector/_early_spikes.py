@@ -86,6 +86,16 @@ class Chart:
         # The greatest value (of a signed chart, deviation) of the last steps, of those before, and of all before those.
         self._block = self._held = self._top = -math.inf
 
+    @property
+    def unremarkable(self) -> float:
+        """A value between 0 and this is no spike, whatever the values of the next few steps before it."""
+        if self._signed:
+            return -math.inf
+        if self._count <= WARM_UP - LAG:
+            return math.inf
+        # The level may fall meanwhile, and this is well below the score that makes a spike.
+        return math.exp(self._mean + CLIP * max(math.sqrt(self._variance), LEAST_DEVIATION))
+
     def feed(self, value: float) -> Spike | None:
         """Take the next value. One that is not finite is passed over, and so is an exact 0, which has no logarithm."""
         if self._signed:

@@ -19,7 +19,7 @@ from nan_detector._book import Book
 from nan_detector._config import Config, Policy, Protect, Watch
 from nan_detector._damage import LastStep
 from nan_detector._errors import NonFiniteError
-from nan_detector._hazards import Hazards
+from nan_detector._hazards import Hazards, Judged
 from nan_detector._judge import Judge, parameters_with_gradients
 from nan_detector._keeper import Keeper
 from nan_detector._peaks import Peaks
@@ -32,7 +32,7 @@ from nan_detector._scaled_clip import clip_since_backward
 from nan_detector._session import Session, session
 from nan_detector._skip import cancelled, closure_of, is_stand_in, judged
 from nan_detector._source import here
-from nan_detector._state import BUG, is_replaying, logger, strict
+from nan_detector._state import BUG, is_replaying, strict
 from nan_detector._stepped import Stepped
 from nan_detector._summary import headline
 from nan_detector._tape import Entry
@@ -47,6 +47,12 @@ OVERHEAD_STEPS = 1000
 MAX_UNJUDGED = 64
 #: Root calls without gradients that are kept: a teacher's, a target network's, not those of a whole evaluation.
 MAX_IDLE = 8
+
+#: Frames between the short way through the gate and the function that runs the hooks around an optimizer's step.
+_TO_STEP = 6
+
+_function_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 #: Where the function is that runs the hooks around an optimizer's step.
 _OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
@@ -82,6 +88,10 @@ class Engine:
         self.hazards = Hazards(self.run, self.watch)
         if config.watch is Watch.LAYERS:
             book.rows_for_log = Peaks(self.run, lambda: self.watch.limits).rows
+        #: Nothing is asked for beyond the gate itself: a step like the one before can take the short way.
+        self._usual = (
+            self.judge.plain and self.keeper is None and not self.aftermath.full and config.hazards_every is None
+        )
         self.roots = Roots(list(models.values()), self.on_enter, self.on_leave, self.contain)
 
     # -- from attach to detach -------------------------------------------------------------------------------------
@@ -138,7 +148,7 @@ class Engine:
             self.standing_down = True
             if strict():
                 raise
-            logger.exception(BUG)
+            session().tell(BUG)
             return None
         finally:
             self._spent += time.perf_counter() - started
@@ -147,7 +157,7 @@ class Engine:
 
     def on_enter(self, current: Session, training: bool) -> None:
         """A watched model is about to be called, outermost."""
-        if not training:
+        if not training or self.standing_down:
             return
         if current.looks:
             self.contain(self.judge.explain_looks, current)
@@ -163,9 +173,13 @@ class Engine:
             event = self.run.overlooked(current)
             if event is not None:
                 raise NonFiniteError(f"{headline(event)}. Training went on although the step was stopped.", event)
-        if current.tape.backwards and not self.optimizers and not self._will_step():
-            # A loop that writes its own update: its last step is judged here, before the next begins.
-            self.contain(self._judge_without_optimizer, current)
+        if current.tape.backwards and not self.optimizers:
+            self.contain(self._judge_unstepped, current)
+
+    def _judge_unstepped(self, current: Session) -> None:
+        """A loop that writes its own update: its last step is judged here, before the next begins."""
+        if not self._will_step():
+            self._judge_without_optimizer(current)
             self.guessed_groups += 1
 
     def _will_step(self) -> bool:
@@ -239,11 +253,48 @@ class Engine:
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any, current: Session) -> tuple[Any, Any] | None:
         """The gate. None lets the step through; a replaced call takes its place."""
-        if self.standing_down or is_stand_in(optimizer):
+        if self.standing_down:
+            return None
+        if self._usual and not kwargs and len(args) == 1 and not current.stepping:
+            stepped = self._stepped_by.get(id(optimizer))
+            if stepped is not None and self.contain(self._ordinary_step, stepped, optimizer, current):
+                return None
+        if is_stand_in(optimizer):
             return None
         if current.stepping and _is_within_step(optimizer):
             return None  # a subclass that calls `super().step()` fires the hooks again, within one and the same step
         return self.contain(self._before_step, optimizer, args, kwargs, current)
+
+    def _ordinary_step(self, stepped: Stepped, optimizer: Any, current: Session) -> bool:
+        """The gate where all is as in the step before. False where it is not: then nothing has been done."""
+        tape = current.tape
+        if (
+            not stepped.counted
+            or tape.backwards != 1
+            or current.users != 1
+            or current.broken
+            or self._unforgotten
+            or self.aftermath.unchecked
+            or stepped.optimizer() is not optimizer
+        ):
+            return False
+        backward = tape.entries[-1]
+        if backward.kind != "backward":  # gradients were clipped, or looked at
+            backward = next(e for e in reversed(tape.entries) if e.kind == "backward" and not e.judged)
+        if not (self.roots.armed or tape.entries[0].kind == "root" or tape.has_root()):
+            return False
+        if not self.judge.is_ordinary(current, stepped, optimizer, backward):
+            return False
+        current.gates += 1
+        step, groups = self.run.step, self.run.groups
+        self.hazards.last = Judged(tape, self.responder.running, step)
+        keep_alive = len(self._stepped_by) > 1 or groups < 2
+        if keep_alive or _function_modes() or _dispatch_modes():
+            self._forget(current)
+        else:
+            tape.judged(False)
+        stepped.last = LastStep(step, here(_TO_STEP), groups)
+        return True
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any, current: Session) -> tuple[Any, Any] | None:
         if current.broken:
@@ -451,6 +502,8 @@ class Engine:
             self._judge_rest(current, error)
         finally:
             self.watch.last_look()
+            for stepped in list(self._stepped_by.values()):
+                stepped.forewarning.catch_up(self.run)
             if self.judge.further is not None:
                 self.judge.further.finish()
             self.judge.tell_evaluations()

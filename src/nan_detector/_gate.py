@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,24 +83,11 @@ def measure(
     grads: Sequence[Tensor], losses: Sequence[Tensor], extra: Tensor | None = None
 ) -> tuple[Reading, list[float]]:
     """`take`, for a caller that is `quiet` already: entering it once more costs as much as a kernel."""
-    reading = glance(grads, losses[0]) if extra is None and len(losses) == 1 else None
-    return (reading, []) if reading is not None else _take_many(norms(grads), grads, losses, extra)
-
-
-def glance(grads: Sequence[Tensor], loss: Tensor, extra: Tensor | None = None) -> Reading | None:
-    """The reading of few ordinary gradients and one loss; None for anything else. For a caller that is `quiet`.
-
-    Args:
-        grads: Gradients of the parameters about to be stepped.
-        loss: The loss.
-        extra: Further numbers on the device; where one of them is not finite, the answer is None.
-    """
-    if not 0 < len(grads) <= FEW or loss.dim() or loss.is_complex():
-        return None
-    try:
-        return _take_few(grads, loss) if extra is None else _take_more(grads, loss, extra)
-    except RuntimeError:  # a mixture of layouts, dtypes or devices
-        return None
+    if extra is None and len(losses) == 1 and 0 < len(grads) <= FEW and not losses[0].dim():
+        with contextlib.suppress(RuntimeError):  # a mixture of layouts, dtypes or devices
+            if not losses[0].is_complex():
+                return _take_few(grads, losses[0]), []
+    return _take_many(norms(grads), grads, losses, extra)
 
 
 def _take_few(grads: Sequence[Tensor], loss: Tensor) -> Reading:
@@ -115,7 +103,12 @@ def _take_few(grads: Sequence[Tensor], loss: Tensor) -> Reading:
     return Reading(row, len(values), len(norm_values), first, total, largest)
 
 
-def _take_more(grads: Sequence[Tensor], loss: Tensor, extra: Tensor) -> Reading | None:
+def take_more(grads: Sequence[Tensor], loss: Tensor, extra: Tensor) -> Reading | None:
+    """The reading of few ordinary gradients and a loss of one element; None where it or `extra` is not finite.
+
+    Raises:
+        RuntimeError: A mixture of layouts, dtypes or devices.
+    """
     row = torch.stack([loss, *torch._foreach_norm(list(grads), 2, dtype=torch.float32)])
     values: list[float] = torch.cat([row, extra]).tolist()
     if not math.isfinite(sum(values)):

@@ -44,13 +44,13 @@ MAX_REMEMBERED = 4096
 _TO_ZERO = frozenset(("log_zero", "sqrt_zero", "small_denominator", "domain_edge", "cancellation"))
 
 
-class LastStep:
+class Judged:
     """What the tape held of a step when its gate had judged it."""
 
     __slots__ = ("boundary", "call", "entries", "step")
 
     def __init__(self, tape: Tape, call: Call | None, step: int) -> None:
-        self.entries = tape.entries[:]
+        self.entries = tape.entries  # the tape forgets by beginning another list
         self.boundary = tape.boundary
         self.call = call
         self.step = step
@@ -77,7 +77,7 @@ class Hazards:
         self.run = run
         self.watch = watch
         self.found: list[Hazard] = []
-        self.last: LastStep | None = None  # from its gate to the next call of a model
+        self.last: Judged | None = None  # from its gate to the next call of a model
         self._every = run.config.hazards_every
         self._gates = 0
         self._due = False
@@ -91,7 +91,7 @@ class Hazards:
         """A step was judged (with the backward passes `pending`), and is still on the tape."""
         if not pending and call is None:
             return  # a second optimizer of the same step
-        self.last = LastStep(current.tape, call, self.run.step)
+        self.last = Judged(current.tape, call, self.run.step)
         if self._every:
             self._gates += 1
             self._due = self._due or self._gates % self._every == 0
@@ -104,7 +104,7 @@ class Hazards:
         """The hazards of the step that is running or, between two steps, of the last one with the weights of now."""
         tape = current.tape
         if tape.backwards or any(e.kind == "root" and e.grad_enabled for e in relevant_entries(tape)):
-            self.look(LastStep(tape, call, self.run.step), current)
+            self.look(Judged(tape, call, self.run.step), current)
         elif self.last is not None:
             self.look(self.last, current)
         else:
@@ -115,7 +115,7 @@ class Hazards:
             )
         return list(self.found)
 
-    def look(self, kept: LastStep, current: Session) -> None:
+    def look(self, kept: Judged, current: Session) -> None:
         """Replay `kept` and rank what it came near to."""
         with self.watch.at_rest(), current.off():
             replayed, observer, problem = self._replay(kept)
@@ -127,7 +127,7 @@ class Hazards:
 
     # -- the replay -----------------------------------------------------------------------------------------------
 
-    def _replay(self, kept: LastStep) -> tuple[Replayed | None, Observer, str]:
+    def _replay(self, kept: Judged) -> tuple[Replayed | None, Observer, str]:
         entries, outside = kept.relevant()
         call = kept.call if kept.call is not None and kept.call.whole else None
         observer = Observer(scaled=any(e.kind == "scale" for e in entries))

@@ -14,7 +14,8 @@ from nan_detector._evaluation import Evaluation, Seen, bad_outputs
 from nan_detector._finite import read
 from nan_detector._forewarn import Forewarning
 from nan_detector._further import Further
-from nan_detector._gate import Reading, Suspicion, column_names, confirm, glance, measure, take, without_scale
+from nan_detector._gate import Reading, Suspicion, column_names, confirm, measure, take, without_scale
+from nan_detector._glance import is_sound
 from nan_detector._hit import Finding
 from nan_detector._hyper import HyperProblem, bad_hyperparameter
 from nan_detector._layers import absolute_maxima
@@ -46,7 +47,8 @@ class Judge:
         self.clean = False  # what was judged last was finite
         self.evaluation = Evaluation(run.names)
         self.further = Further(run, run.config.also_watch) if run.config.also_watch else None
-        self._plain = type(watch) is StepWatch and self.further is None
+        self.plain = type(watch) is StepWatch and self.further is None  # nothing is read but loss, gradients and state
+        self._fetched: tuple[Tensor | None] | None = None  # a slice of the state that a glance has asked for in vain
         self.skipping: Stepped | None = None  # whose step a GradScaler does not take
         self._skips = Skips()
         self.erasures = Erasures()
@@ -73,12 +75,8 @@ class Judge:
         """
         self.clean = False
         losses = [loss for e in pending for loss in e.unscaled or e.losses]
-        state = self.rounds.due()
-        usual = self._plain and len(losses) == 1 and current.scaler is None
-        usual = usual and not (current.looks or self.evaluation.waiting)
-        if usual and stepped is not None and self._sound_at_a_glance(current, stepped, losses[0], state):
-            self._was_clean()
-            return False
+        (state,) = self._fetched or (self.rounds.due(),)
+        self._fetched = None
         scale = scale_in_use(current)
         if current.looks:
             self.tell_handled(current, pending)
@@ -167,37 +165,23 @@ class Judge:
         self.clean = True
         self.run.ledger.last_good_step = self.run.step
 
-    def _sound_at_a_glance(self, current: Session, stepped: Stepped, loss: Tensor, state: Tensor | None) -> bool:
-        """The gate of an ordinary healthy step, in one piece: True when it is one, measured and recorded.
+    def is_ordinary(self, current: Session, stepped: Stepped, optimizer: Any, backward: Entry) -> bool:
+        """True where the step is an ordinary, healthy one, with one loss: it is judged, measured and recorded then.
 
-        Whatever is unusual gets False, and is then judged in full: what that costs is of no account.
+        Else nothing has been done, and `judge` does it all.
         """
-        run = self.run
-        optimizer: Any = stepped.optimizer()
-        if self._damaging(stepped, optimizer) is not None or id(optimizer.state) != stepped.state_seen:
+        if not self.plain or current.scaler is not None or current.looks or self.evaluation.waiting:
             return False
-        with quiet():
-            names, grads = stepped.gradients()
-            reading = glance(grads, loss, state)
-            if (
-                reading is None
-                or reading.suspicious
-                or not reading.total
-                or (reading.largest or 0.0) > run.config.grad_norm_warn
-            ):
-                return False
-            rate = optimizer.param_groups[0].get("lr")
-            lr = float(rate) if isinstance(rate, (int, float)) else None
-            with run.lock:
-                run.recorder.set_columns(stepped.columns(names, True, reading.width))
-                run.recorder.append(run.step, reading.row, lr, None)
+        losses = backward.unscaled or backward.losses
+        if len(losses) != 1:
+            return False
+        state = self.rounds.due()
+        if not is_sound(self.run, stepped, optimizer, current.steps, losses[0], state):
+            self._fetched = (state,)
+            return False
         if state is not None:
             self.rounds.fine()
-        if run.book.log is not None:
-            run.book.write(StepRow(run.step, reading.loss, reading.total, reading.largest, lr, None))
-        if stepped.call != current.steps:
-            stepped.call = current.steps
-            stepped.forewarning.feed(run, optimizer, reading, names, lr)
+        self._was_clean()
         return True
 
     def _erased(self, current: Session, pending: list[Entry], optimizer: Any) -> tuple[Suspicion, bool]:

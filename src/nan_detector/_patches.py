@@ -22,6 +22,8 @@ from nan_detector._session import Session, all_sessions, session
 from nan_detector._skip import closure_of
 from nan_detector._state import is_replaying, steps_in_replay
 
+_compiling = torch.compiler.is_compiling
+
 
 class ReplayEnds(BaseException):
     """Internal: a replayed step reached its first optimizer step. A BaseException, so that no user code swallows it."""
@@ -102,7 +104,7 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if _compiling():
             return original(*args, **kwargs)
         return around(original, *args, **kwargs)
 
@@ -315,7 +317,7 @@ _in_place: list[Any] = []
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    if torch.compiler.is_compiling():
+    if _compiling():
         return None
     if is_replaying():
         if steps_in_replay(optimizer):
@@ -343,7 +345,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | No
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling() or is_replaying():
+    if _compiling() or is_replaying():
         return
     current = session()
     # A step that raised never came here; its marks are cleared with those above it.
@@ -363,7 +365,7 @@ def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if current.paused or not current.pop():
         return original(*args, **kwargs)
     try:
-        return current.call(original, args, kwargs)
+        return current.backward(original, args, kwargs)
     finally:
         current.push()
 
@@ -421,7 +423,7 @@ def _record_begins(original: Callable[..., Any], record: Any) -> Any:
 
 def _record_ends(original: Callable[..., Any], record: Any, *error: Any) -> Any:
     current = session()
-    if not current.users:
+    if current.mode is None and not current.in_step_record:
         return original(record, *error)
     ends_step = current.in_step_record and record.name.startswith("Optimizer.step#")
     popped = current.pop()

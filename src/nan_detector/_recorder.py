@@ -191,8 +191,26 @@ class Recorder:
             raise ValueError(
                 f"values has {values.numel()} entries for {table.width} columns; call set_columns() with one name each."
             )
+        table.rows[table.next].copy_(values.detach() if values.requires_grad else values)
+        self._advance(table, step, lr, loss_scale)
+
+    def next_row(self, names: tuple[str, ...]) -> Tensor | None:
+        """The row that is written next, for whoever can measure right into it: float32, shape (columns,).
+
+        It counts once `keep` is called. None where the columns are not those of the row before, or not of float32.
+        """
+        table = self._table
+        if table is None or names is not self._names or table.dtype is not torch.float32:
+            return None
+        return table.rows[table.next]
+
+    def keep(self, step: int, lr: float | None, loss_scale: float | None = None) -> None:
+        """What was measured into `next_row` is the row of this step."""
+        if self._table is not None:
+            self._advance(self._table, step, lr, loss_scale)
+
+    def _advance(self, table: _Table, step: int, lr: float | None, loss_scale: float | None) -> None:
         at = table.next
-        table.rows[at].copy_(values.detach() if values.requires_grad else values)
         table.numbers[at] = _Numbers(self._count, step, lr, loss_scale)
         self._count += 1
         at += 1

@@ -20,9 +20,18 @@ from nan_detector._source import Mark, here
 from nan_detector._state import is_replaying, pickled_hook
 from nan_detector._tape import Entry, autocast_state
 
+_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_any_autocast = torch._C._is_any_autocast_enabled
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
+
+_Parameter = torch.nn.Parameter
+#: Frames from a hook of a module to the caller of the module, where nothing stands between: PyTorch's own three.
+_TO_CALLER = 1 + 3
+#: Stands for a parameter in whose place there is something else.
+_SWAPPED = object()
 
 #: Containers that are never called themselves.
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
@@ -93,19 +102,27 @@ class Roots:
 
     # -- called by the hooks -------------------------------------------------------------------------------------------
 
-    def enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """A watched module is about to run."""
+    def enter(self, module: torch.nn.Module, args: Any, kwargs: Any, depth: int = 1) -> None:
+        """A watched module is about to run.
+
+        Args:
+            module: The module.
+            args: What it is called with.
+            kwargs: Likewise.
+            depth: Frames from the caller of this to one that is the user's or on the way to it.
+        """
         if is_replaying():
             return
         current = session()
-        if not current.roots:
-            self.on_enter(current, torch.is_grad_enabled())
-        depth = len(current.roots)
-        self.contain(self._enter, current, module, args, kwargs)
-        if len(current.roots) == depth:
-            current.roots.append(None)  # it failed: its end must not be taken for that of another detector's root
+        roots = current.roots
+        if not roots:
+            self.on_enter(current, _is_grad_enabled())
+        running = len(roots)
+        self.contain(self._enter, current, module, args, kwargs, depth + 3)
+        if len(roots) == running:
+            roots.append(None)  # it failed: its end must not be taken for that of another detector's root
 
-    def _enter(self, current: Session, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def _enter(self, current: Session, module: torch.nn.Module, args: Any, kwargs: Any, depth: int) -> None:
         if current.roots and any(m is module for m in self.models):
             current.forget_lost_roots(1)
         if (
@@ -113,7 +130,7 @@ class Roots:
             or current.busy
             or current.broken
             or current.paused > len(current.stepping)
-            or self._parameters_swapped(module)
+            or (first := self._first_parameter(module)) is _SWAPPED
             or _functorch_level() is not None
         ):
             # Inside another root, another call's handler, or the user's own functional_call (whose parameters are made
@@ -129,12 +146,12 @@ class Roots:
         current.refused = None
         current.tape.unbounded = True
         try:
-            mark, grad_enabled = here(4), torch.is_grad_enabled()
+            mark, grad_enabled = here(depth), _is_grad_enabled()
             if _function_modes() or _dispatch_modes():
                 with quiet():
-                    entry = self._entry(current, habits, module, args, kwargs, mark, grad_enabled)
+                    entry = self._entry(current, habits, module, args, kwargs, mark, grad_enabled, first)
             else:
-                entry = self._entry(current, habits, module, args, kwargs, mark, grad_enabled)
+                entry = self._entry(current, habits, module, args, kwargs, mark, grad_enabled, first)
         except BaseException:
             if popped:
                 current.push()
@@ -153,14 +170,19 @@ class Roots:
         kwargs: Any,
         mark: Mark | None,
         grad_enabled: bool,
+        first: Any,
     ) -> Entry:
         moment = habits.start(module)
         tape = current.tape
-        entry = Entry(module, tape.encode(args), tape.encode(kwargs) if kwargs else {}, mark, grad_enabled, kind="root")
+        entry = Entry(module, tape.encode_call(args), tape.encode(kwargs) if kwargs else {}, mark, grad_enabled)
+        entry.kind = "root"
         entry.extra = moment
         entry.owner = module
-        entry.autocast = autocast_state()
-        moment.versions = self._weights(module)
+        if _any_autocast():
+            entry.autocast = autocast_state()
+        if first is not None and not first.is_inference():
+            # For whether the weights are still those that the call used.
+            moment.versions = ((first, first._version),)
         if habits.writes_inputs:
             self._save_inputs(entry)
         return entry
@@ -208,27 +230,24 @@ class Roots:
             if isinstance(token, Outside) and token.snapshot is None:
                 token.snapshot = token.tensor.detach().clone()
 
-    def _weights(self, module: torch.nn.Module) -> tuple[tuple[Any, int], ...]:
-        """The first parameter and its version: for whether the weights are still those that the call used."""
-        found = self._identity.get(id(module))
-        owner = found[1]() if found is not None else None
-        if found is None or owner is None:
-            return ()
-        p = owner._parameters.get(found[0])
-        return () if p is None or p.is_inference() else ((p, p._version),)
+    def _first_parameter(self, module: torch.nn.Module) -> Any:
+        """The first parameter; None where there is none.
 
-    def _parameters_swapped(self, module: torch.nn.Module) -> bool:
-        """True inside a `functional_call` of the user's: another tensor stands in a parameter's place."""
+        `_SWAPPED` inside a `functional_call` of the user's, where another tensor stands in its place.
+        """
         found = self._identity.get(id(module), ...)
         if found is ...:
-            found = self._identity[id(module)] = _first_parameter(module)
+            found = self._identity[id(module)] = _place_of_first(module)
         if found is None:
-            return False
-        owner = found[1]()
-        return owner is not None and not isinstance(owner._parameters.get(found[0]), torch.nn.Parameter)
+            return None
+        name, owner = found[0], found[1]()
+        if owner is None:
+            return None
+        p = owner._parameters.get(name)
+        return p if type(p) is _Parameter or isinstance(p, _Parameter) else _SWAPPED
 
 
-def _first_parameter(module: torch.nn.Module) -> tuple[str, weakref.ref[Any]] | None:
+def _place_of_first(module: torch.nn.Module) -> tuple[str, weakref.ref[Any]] | None:
     for m in module.modules():
         if not isinstance(m._parameters, dict):  # TorchScript's: nobody can put another tensor there
             continue
@@ -249,14 +268,14 @@ class RootHook:
         self.side = side
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
-        if torch.compiler.is_compiling():
+        if _compiling():
             return
         roots = self.roots
         # DataParallel's replicas share the hooks of the module they were copied from.
         if roots is None or self.module is None or self.module() is not module:
             return
         if self.side == "enter":
-            roots.enter(module, args, kwargs)
+            roots.enter(module, args, kwargs, _TO_CALLER)
         else:
             roots.leave(module, output)
 

@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 _MODULE_CALL = torch.nn.Module._call_impl.__code__
 _compiling = torch.compiler.is_compiling
 _function_modes = torch._C._len_torch_function_stack
+_pop_from_stack = torch._C._pop_torch_function_stack
+_push_on_stack = torch._C._push_on_torch_function_stack
 _any_autocast = torch._C._is_any_autocast_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_grad_enabled = torch.is_grad_enabled
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 
@@ -81,6 +84,7 @@ class Session:
         self.lives: list[Any] = []  # op tracers on this thread's dispatch stack
         self.aside: list[Any] = []  # those that stepped aside for the compiled code about to be entered
         self.broken = False  # the recording failed: a bug of ours
+        self.told = False  # and has been told
         self.paused = 0  # > 0: calls are not recorded although the mode may be on the stack
         self.busy = 0  # > 0: inside one of our handlers; the stack must not be touched
         self.mode: TapeMode | None = None
@@ -115,17 +119,19 @@ class Session:
             self._spare = None
             mode.session = self
             self.mode = mode
-            torch._C._push_on_torch_function_stack(mode)
+            _push_on_stack(mode)
 
     def pop(self) -> bool:
         """Take the mode off the stack if it is on top. True when it was."""
         mode = self.mode
         if mode is None or self.busy:
             return False
-        depth = _function_modes()
-        if depth == 0 or torch._C._get_function_stack_at(depth - 1) is not mode:
+        if not _function_modes():
             return False
-        torch._C._pop_torch_function_stack()
+        top = _pop_from_stack()
+        if top is not mode:
+            _push_on_stack(top)
+            return False
         mode.session = None
         self.mode = None
         self._spare = mode
@@ -213,20 +219,20 @@ class Session:
         self.compiled.clear()
         self.looks.clear()
         self.paused = 0
-        self.broken = False
+        self.broken = self.told = False
         mode = self.mode
         if mode is None or self.pop():
             return
         mode.session = None
         self.mode = None
         above = []
-        for _ in range(torch._C._len_torch_function_stack()):
-            top = torch._C._pop_torch_function_stack()
+        for _ in range(_function_modes()):
+            top = _pop_from_stack()
             if top is mode:
                 break
             above.append(top)
         for other in reversed(above):
-            torch._C._push_on_torch_function_stack(other)
+            _push_on_stack(other)
 
     # -- recording -------------------------------------------------------------------------------------------------
 
@@ -273,6 +279,9 @@ class Session:
             self.busy -= 1
         try:
             if entry is None:
+                if type(out) is Tensor and not (_function_modes() or _dispatch_modes()):
+                    self._write(func, args, kwargs, out)
+                    return out
                 if isinstance(out, float):
                     if out == out and out not in (float("inf"), float("-inf")):
                         return out
@@ -293,6 +302,40 @@ class Session:
         except Exception as bug:
             self.failed(bug)
         return out
+
+    def backward(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a `Tensor.backward` of the user's and write it down. The mode is off the stack meanwhile."""
+        try:
+            entry = None if kwargs or len(args) != 1 else self._plain_backward(func, args)
+        except Exception as bug:
+            self.failed(bug)
+            return func(*args, **kwargs)
+        if entry is None:
+            return self.call(func, args, kwargs)
+        self.busy += 1
+        try:
+            return func(*args)
+        except Exception:
+            entry.raised = True
+            raise
+        finally:
+            self.busy -= 1
+
+    def _plain_backward(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Entry | None:
+        """``loss.backward()`` of what a recorded call made, written down; None for anything more."""
+        loss, tape = args[0], self.tape
+        if type(loss) is not Tensor or _function_modes() or _dispatch_modes() or _functorch_level() is not None:
+            return None
+        token = tape.made_token(loss)
+        if token is None or token.entry.kind == "scale":
+            return None
+        entry = Entry(func, (token,), {}, here(4), _is_grad_enabled())
+        entry.kind = "backward"
+        if _any_autocast():
+            entry.autocast = autocast_state()
+        if loss.numel() == 1:
+            entry.losses = (loss.detach(),)
+        return tape.add(entry, None)
 
     def _begin_backward(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """On the tape before it runs: an optimizer that steps inside (in a hook) is judged with it."""
@@ -325,7 +368,29 @@ class Session:
         self.tape.clear()
         if strict():
             raise bug
-        logger.error(BUG, exc_info=bug)
+        self.tell(BUG)
+
+    def tell(self, message: str) -> None:
+        """Log the exception that is being handled, once a watch: what is broken mostly fails in several places."""
+        if not self.told:
+            self.told = True
+            logger.exception(message)
+
+    def _write(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
+        """A plain call has given a tensor, and no mode would see what is done here: what nearly all calls are."""
+        tape = self.tape
+        begun = tape.begun
+        mark, owner = here_and_module(4)
+        entry = Entry(func, tape.encode_call(args), tape.encode(kwargs) if kwargs else kwargs, mark, _is_grad_enabled())
+        if _any_autocast():
+            entry.autocast = autocast_state()
+        if tape.begun is not begun and getattr(getattr(func, "__self__", None), "__name__", "") in _ATTRIBUTES:
+            tape.begun = False  # reading an attribute uses no weight
+        if "out" in kwargs:
+            entry.writes = True
+        if owner is not None:
+            entry.owner = owner
+        tape.add(entry, out)
 
     def _entry(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], place: Place, kind: CallKind
@@ -545,13 +610,17 @@ def restore_rng(states: tuple[Tensor, ...]) -> None:
         torch.cuda.set_rng_state_all(list(states[1:]))
 
 
-_sessions = threading.local()
+class _Local(threading.local):
+    current: Session | None = None  # in the class: asking for it costs less than `getattr` with a default
+
+
+_sessions = _Local()
 _all_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def session() -> Session:
     """The calling thread's session."""
-    found: Session | None = getattr(_sessions, "current", None)
+    found = _sessions.current
     if found is None:
         found = _sessions.current = Session()
         _all_sessions.add(found)

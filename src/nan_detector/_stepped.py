@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from nan_detector._forewarn import Forewarning
 from nan_detector._gate import column_names
 
 Tensor = torch.Tensor
+
+#: Values of a parameter group that cannot change and stay the same object.
+_FIXED = (float, int, str, bool, type(None), torch.dtype)
 
 
 class Stepped:
@@ -34,12 +38,34 @@ class Stepped:
         self.forewarning = Forewarning()
         self.call = -1  # the call of a step that the early warnings were fed in last
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._kept: list[tuple[list[Any], int]] | None = None
         self._columns: dict[tuple[int, bool, int], tuple[str, ...]] = {}
 
     def fits(self, optimizer: Any) -> bool:
         """True while these are still the optimizer's parameters, as far as the sizes of its groups tell."""
         known: Any = self.optimizer()
         return known is optimizer and self._sizes == [len(g["params"]) for g in optimizer.param_groups]
+
+    def unchanged(self, optimizer: Any) -> bool:
+        """True while the groups hold the very objects that `settled` found sound: nothing need be looked at again."""
+        kept = self._kept
+        if kept is None:
+            return False
+        groups = optimizer.param_groups
+        if len(groups) != len(kept):
+            return False
+        for group, (values, size) in zip(groups, kept, strict=True):
+            if len(group) != len(values) or len(group["params"]) != size or not all(map(is_, group.values(), values)):
+                return False
+        return True
+
+    def settled(self, optimizer: Any) -> None:
+        """The hyperparameters are sound as they are: remember them. A tensor may change in place, so it never is."""
+        groups = [list(group.values()) for group in optimizer.param_groups]
+        values = (v for g in optimizer.param_groups for v in g.values() if v is not g["params"])
+        plain = all(_is_fixed(v) for v in values)
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._kept = list(zip(groups, sizes, strict=True)) if plain else None
 
     def gradients(self) -> tuple[list[str], list[Tensor]]:
         """Names and gradients of the parameters that have one."""
@@ -57,3 +83,7 @@ class Stepped:
         if found is None:
             found = self._columns[key] = column_names(names, has_loss, width)
         return found
+
+
+def _is_fixed(value: Any) -> bool:
+    return isinstance(value, _FIXED) or (type(value) is tuple and all(map(_is_fixed, value)))

@@ -11,7 +11,6 @@ kept as tokens:
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -23,6 +22,7 @@ from nan_detector._quiet import hidden
 from nan_detector._source import Mark
 
 Tensor = torch.Tensor
+_ref = weakref.ref
 
 #: Calls kept at most per step; a step with more drops the oldest that no backward has used, and says so.
 MAX_ENTRIES = 4096
@@ -40,33 +40,28 @@ class Outside:
         weak: Leave it to the program how long it lives: the tape holds enough already.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_held",
-        "_ref",
-        "bytes",
-        "ident",
-        "leaf",
-        "name",
-        "opaque",
-        "parameter",
-        "snapshot",
-        "version",
-    )
+    # What nearly all have in common stands in the class: one is made for each batch.
+    bytes = 0
+    snapshot: Tensor | None = None
+    name: str | None = None
+    parameter = False
+    _held: Tensor | None = None
+    _ref: weakref.ref[Tensor] | None = None
 
     def __init__(self, tensor: Tensor, *, weak: bool = False, size: int = 0) -> None:
         self.ident = id(tensor)
-        self.leaf = tensor.is_leaf
-        # A grad_fn that no recorded call explains: made by code the tape does not see (a compiled function, an
-        # extension).
-        self.opaque = not tensor.is_leaf
-        self._ref = weakref.ref(tensor) if weak else None
-        self._held = None if weak else tensor if self.leaf else tensor.detach()
-        self.bytes = 0 if weak else size
+        self.leaf = leaf = tensor.is_leaf
+        if weak:
+            self._ref = weakref.ref(tensor)
+        else:
+            self._held = tensor if leaf else tensor.detach()
+            self.bytes = size
         self.version = -1 if tensor.is_inference() else tensor._version
-        self.snapshot: Tensor | None = None
-        self.name: str | None = None
-        self.parameter = False
+
+    @property
+    def opaque(self) -> bool:
+        """True for a grad_fn that no recorded call explains: the work of code that the tape does not see."""
+        return not self.leaf
 
     def stands_for(self, t: Tensor) -> bool:
         """True when this is the token of `t`, whose id it has."""
@@ -194,7 +189,7 @@ class Tape:
         self.boundary = 0  # number of the first entry after the last gate
         self.backwards = 0  # entries of kind "backward" not yet judged
         self._made: dict[int, tuple[weakref.ref[Tensor], Entry, int, bool]] = {}
-        self._numbers = itertools.count()
+        self._next = 0
 
     # -- recording ---------------------------------------------------------------------------------------------------
 
@@ -222,6 +217,11 @@ class Tape:
             out = Outside(t, weak=not self.may_hold(size, "tensors from outside the step"), size=size)
         self.outside[ident] = out
         return out
+
+    def made_token(self, t: Tensor) -> Made | None:
+        """The token of a tensor that an entry made, as a node of a graph; None for any other."""
+        known = self._made.get(id(t))
+        return Made(known[1], known[2]) if known is not None and known[3] and known[0]() is t else None
 
     def may_hold(self, size: int, what: str) -> bool:
         """True when `size` more bytes may be kept; they count from now on. What is not kept is said in the event."""
@@ -260,6 +260,11 @@ class Tape:
             return {k: v if type(v) in _ATOMS else self.encode(v) for k, v in value.items()}
         return self._encode_other(value)
 
+    def encode_call(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """`encode` for the positional arguments of a call, which mostly are tensors."""
+        token, encode = self.token, self.encode
+        return tuple([token(v) if (t := type(v)) is Tensor else v if t in _ATOMS else encode(v) for v in args])
+
     def _encode_other(self, value: Any) -> Any:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*[self.encode(v) for v in value])
@@ -271,24 +276,31 @@ class Tape:
 
     def add(self, entry: Entry, output: Any) -> Entry:
         """Append `entry`, whose call gave `output`."""
-        entry.number = next(self._numbers)
-        self.entries.append(entry)
-        if output is not None:
+        entry.number = number = self._next
+        self._next = number + 1
+        entries = self.entries
+        entries.append(entry)
+        if type(output) is Tensor:
+            self._note(entry, 0, output)
+        elif output is not None:
             for position, t in enumerate((output,) if isinstance(output, Tensor) else tensors_in(output)):
-                ref = weakref.ref(t)
-                entry.made.append(ref)
-                in_graph = entry.grad_enabled
-                if not in_graph:
-                    earlier = self._made.get(id(t))  # of a write in place
-                    in_graph = earlier is not None and earlier[0]() is t and earlier[3]
-                self._made[id(t)] = (ref, entry, position, in_graph)
+                self._note(entry, position, t)
         if entry.kind != "call":
             self.begun = True
-        if entry.kind == "backward":
-            self.backwards += 1
-        if len(self.entries) > MAX_ENTRIES:
+            if entry.kind == "backward":
+                self.backwards += 1
+        if len(entries) > MAX_ENTRIES:
             self._drop_oldest()
         return entry
+
+    def _note(self, entry: Entry, position: int, t: Tensor) -> None:
+        ref = _ref(t)
+        entry.made.append(ref)
+        in_graph = entry.grad_enabled
+        if not in_graph:
+            earlier = self._made.get(id(t))  # of a write in place
+            in_graph = earlier is not None and earlier[0]() is t and earlier[3]
+        self._made[id(t)] = (ref, entry, position, in_graph)
 
     def pending(self) -> list[Entry]:
         """Backward passes that no gate has judged, oldest first."""
@@ -365,7 +377,7 @@ class Tape:
 
     def forget(self) -> None:
         """Drop every entry; numbers go on."""
-        self.entries.clear()
+        self.entries = []  # not emptied: who keeps the last step, for `hazards`, keeps this list
         self.outside.clear()
         self._made.clear()
         self.held_bytes = 0

@@ -10,7 +10,6 @@ import copy
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,12 +27,10 @@ LEARNING_CALLS = 3
 MAX_COPIED = 1 << 20
 
 
-@dataclass(slots=True)
 class Moment:
     """The start of a call of `module`."""
 
-    module: Any
-    rng: tuple[Tensor, ...]
+    # What most calls have in common stands in the class: one is made in every step.
     python_rng: Any = None
     numpy_rng: Any = None
     buffers: tuple[tuple[Any, str, Tensor], ...] = ()
@@ -41,7 +38,11 @@ class Moment:
     state: PythonState | None = None  # what the attributes hold
     generators: tuple[tuple[torch.Generator, Tensor], ...] = ()
     versions: tuple[tuple[Tensor, int], ...] = ()
-    raised: bool = False
+    raised = False
+
+    def __init__(self, module: Any, rng: tuple[Tensor, ...]) -> None:
+        self.module = module
+        self.rng = rng
 
 
 class Habits:
@@ -68,39 +69,33 @@ class Habits:
         """The Moment of a call that is about to begin."""
         if self.learning:
             self._before = _Picture(self.modules)
-            return Moment(
-                module=module,
-                rng=rng_state(),
-                python_rng=random.getstate(),
-                numpy_rng=_numpy_state(),
-                buffers=tuple(
-                    (m, n, b.detach().clone()) for m, n, b in _buffers(self.modules) if not is_passive_buffer(m, n)
-                ),
-                attributes=tuple((m, n, _kept(v, True)) for m in self.modules for n, v in own_attributes(m)),
-                state=PythonState(
-                    (v for m in self.modules for _, v in own_attributes(m) if is_container(v)), detach=True, clone=True
-                ),
-                generators=self._generator_states(),
+            moment = Moment(module, rng_state())
+            moment.python_rng, moment.numpy_rng = random.getstate(), _numpy_state()
+            moment.buffers = tuple(
+                (m, n, b.detach().clone()) for m, n, b in _buffers(self.modules) if not is_passive_buffer(m, n)
             )
+            moment.attributes = tuple((m, n, _kept(v, True)) for m in self.modules for n, v in own_attributes(m))
+            held = (v for m in self.modules for _, v in own_attributes(m) if is_container(v))
+            moment.state = PythonState(held, detach=True, clone=True)
+            moment.generators = self._generator_states()
+            return moment
+        moment = Moment(module, rng_state())
         if not (self.buffers or self.attributes or self.python_rng or self.numpy_rng or self.generators):
-            return Moment(module, rng_state())
+            return moment
         by_id = {id(m): m for m in self.modules} if self.buffers or self.attributes else {}
-        return Moment(
-            module=module,
-            rng=rng_state(),
-            python_rng=random.getstate() if self.python_rng else None,
-            numpy_rng=_numpy_state() if self.numpy_rng else None,
-            buffers=tuple(
-                (by_id[i], n, b.detach().clone())
-                for i, n in self.buffers
-                if (b := by_id[i]._buffers.get(n)) is not None
-            ),
-            attributes=tuple(
-                (by_id[i], n, _kept(vars(by_id[i]).get(n), (i, n) in self.written)) for i, n in self.attributes
-            ),
-            state=self._state(by_id),
-            generators=self._generator_states(),
+        if self.python_rng:
+            moment.python_rng = random.getstate()
+        if self.numpy_rng:
+            moment.numpy_rng = _numpy_state()
+        moment.buffers = tuple(
+            (by_id[i], n, b.detach().clone()) for i, n in self.buffers if (b := by_id[i]._buffers.get(n)) is not None
         )
+        moment.attributes = tuple(
+            (by_id[i], n, _kept(vars(by_id[i]).get(n), (i, n) in self.written)) for i, n in self.attributes
+        )
+        moment.state = self._state(by_id)
+        moment.generators = self._generator_states()
+        return moment
 
     def finish(self, moment: Moment) -> None:
         """The call has ended: learn from it while that is still going on."""

@@ -37,6 +37,8 @@ _push_on_stack = torch._C._push_on_torch_function_stack
 _any_autocast = torch._C._is_any_autocast_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
+_cuda_in_use = torch.cuda.is_initialized
+_get_rng_state = torch.default_generator.get_state
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 
@@ -597,10 +599,9 @@ def _roots_of_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterabl
 
 def rng_state() -> tuple[Tensor, ...]:
     """States of torch's default generators: the CPU's, then those of the CUDA devices in use."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        states.extend(torch.cuda.get_rng_state_all())
-    return tuple(states)
+    if _cuda_in_use():
+        return (_get_rng_state(), *torch.cuda.get_rng_state_all())
+    return (_get_rng_state(),)
 
 
 def restore_rng(states: tuple[Tensor, ...]) -> None:

@@ -82,6 +82,7 @@ _NO_METHODS: dict[int, types.CodeType] = {}
 _PASSING_ON = frozenset(("__torch_function__", "__torch_dispatch__"))
 
 _new_mark = tuple.__new__
+_getframe = sys._getframe
 
 
 def here(depth: int = 1) -> Mark | None:
@@ -93,13 +94,11 @@ def here(depth: int = 1) -> Mark | None:
     Returns:
         Its mark, or None where no frame is the user's (a thread started by PyTorch).
     """
-    frame: types.FrameType | None = sys._getframe(depth)
+    frame: types.FrameType | None = _getframe(depth)
     while frame is not None:
         code = frame.f_code
-        try:
-            user = _USER[code.co_filename]
-        except KeyError:
-            user = _classify(code.co_filename)
+        name = code.co_filename
+        user = _USER[name] if name in _USER else _classify(name)
         if user and code.co_name not in _PASSING_ON and (user is True or _is_written(code)):
             return _new_mark(Mark, (code, frame.f_lasti))
         frame = frame.f_back

@@ -99,6 +99,7 @@ TABLE = (
             "_state_check",
             "_stored",
             "_gate",
+            "_glance",
             "_erased",
             "_looks",
             "_scaled_clip",

@@ -104,7 +104,7 @@ class EarlyWarnings:
         if loss_scale is not None:
             found += self._scaler(step, loss_scale, scaler_skipped)
         if layer_abs_max:
-            found += self._layers(step, layer_abs_max, layer_dtype_max)
+            found += self.feed_layers(step, layer_abs_max, layer_dtype_max)
         if zero_streaks and loss != 0.0:  # at a loss of exactly 0 there is nothing left to learn
             found += self._zeros(step, zero_streaks)
         return found
@@ -168,7 +168,10 @@ class EarlyWarnings:
         text = f"the GradScaler skipped {state.skipped} of the last {SKIP_WINDOW} steps: they trained nothing"
         return self._tell("scaler_skipping", step, text, float(state.skipped), float(state.skipped))
 
-    def _layers(self, step: int, abs_max: Mapping[str, float], limits: Mapping[str, float]) -> Sequence[WarningRecord]:
+    def feed_layers(
+        self, step: int, abs_max: Mapping[str, float], limits: Mapping[str, float]
+    ) -> Sequence[WarningRecord]:
+        """The part of `feed` that is about layers."""
         if self._headroom is None:
             self._headroom = Headroom()
         first = self._headroom.feed(abs_max, limits)

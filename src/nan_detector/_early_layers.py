@@ -50,12 +50,13 @@ class Forecast(NamedTuple):
 class Headroom:
     """The largest magnitudes of layers over the last steps."""
 
-    __slots__ = ("_limits", "_rows", "_watched")
+    __slots__ = ("_least", "_limits", "_rows", "_watched")
 
     def __init__(self) -> None:
         self._rows: deque[Mapping[str, float]] = deque(maxlen=ROWS)
         self._limits: Mapping[str, float] = {}
         self._watched: dict[str, float] = {}
+        self._least = math.inf  # of what is watched
 
     def feed(self, abs_max: Mapping[str, float], limits: Mapping[str, float]) -> Forecast | None:
         """The layer that will overflow first; None where none is about to.
@@ -69,6 +70,9 @@ class Headroom:
         rows.append(abs_max)
         if limits is not self._limits or len(limits) != len(self._watched):
             self._limits, self._watched = limits, {n: RANGE_SHARE * v for n, v in limits.items()}
+            self._least = min(self._watched.values(), default=math.inf)
+        if not abs_max or max(abs_max.values()) <= self._least:  # as nearly always
+            return None
         watched, inf = self._watched, math.inf
         high = [n for n, v in abs_max.items() if watched.get(n, inf) < v < inf]
         if not high or len(rows) <= SPAN:

@@ -90,7 +90,7 @@ class Engine:
             book.rows_for_log = Peaks(self.run, lambda: self.watch.limits).rows
         #: Nothing is asked for beyond the gate itself: a step like the one before can take the short way.
         self._usual = (
-            self.judge.plain and self.keeper is None and not self.aftermath.full and config.hazards_every is None
+            self.judge.simple and self.keeper is None and not self.aftermath.full and config.hazards_every is None
         )
         self.roots = Roots(list(models.values()), self.on_enter, self.on_leave, self.contain)
 

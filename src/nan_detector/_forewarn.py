@@ -99,16 +99,28 @@ class Forewarning:
             run.book.warn(record, record.message)
         self._high_loss, self._high_norm = self._early.unremarkable
 
-    def note(self, run: Run, optimizer: Any, reading: Reading, names: list[str], lr: float | None) -> None:
-        """`feed` for a step without layers or loss scale, put off for up to `BLOCK` steps where nothing stands out.
+    def note(
+        self,
+        run: Run,
+        optimizer: Any,
+        reading: Reading,
+        names: list[str],
+        lr: float | None,
+        layers: Mapping[str, float] = _NOTHING,
+        limits: Mapping[str, float] = _NOTHING,
+    ) -> None:
+        """`feed` for a step without a loss scale, put off for up to `BLOCK` steps where nothing stands out.
 
-        Many at once cost a third of one by one: the code is warm then.
+        Many at once cost a third of one by one: the code is warm then. Layers are looked at at once.
         """
         loss, total = reading.loss, reading.total
         count = self._count + 1
         if lr != self._lr or loss is None or total is None or not count % DEAD_AFTER:
-            self.feed(run, optimizer, reading, names, lr)
+            self.feed(run, optimizer, reading, names, lr, None, False, layers, limits)
             return
+        if layers:
+            for record in self._early.feed_layers(run.step, layers, limits):
+                run.book.warn(record, record.message)
         self._count = count
         waiting = self._waiting
         waiting.append((run.step, loss, total))

@@ -103,21 +103,6 @@ def _take_few(grads: Sequence[Tensor], loss: Tensor) -> Reading:
     return Reading(row, len(values), len(norm_values), first, total, largest)
 
 
-def take_more(grads: Sequence[Tensor], loss: Tensor, extra: Tensor) -> Reading | None:
-    """The reading of few ordinary gradients and a loss of one element; None where it or `extra` is not finite.
-
-    Raises:
-        RuntimeError: A mixture of layouts, dtypes or devices.
-    """
-    row = torch.stack([loss, *torch._foreach_norm(list(grads), 2, dtype=torch.float32)])
-    values: list[float] = torch.cat([row, extra]).tolist()
-    if not math.isfinite(sum(values)):
-        return None
-    norm_values = values[1 : 1 + len(grads)]
-    total = math.sqrt(sum([v * v for v in norm_values]))
-    return Reading(row, 1 + len(grads), len(grads), values[0], total, max(norm_values))
-
-
 def _take_many(
     each: Tensor, grads: Sequence[Tensor], losses: Sequence[Tensor], extra: Tensor | None
 ) -> tuple[Reading, list[float]]:

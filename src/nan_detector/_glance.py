@@ -8,12 +8,15 @@ and gives up at the first sight of anything unusual: what the full gate then cos
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from nan_detector._gate import FEW, Reading, take_more
+from nan_detector._gate import FEW, Reading
 from nan_detector._hyper import bad_hyperparameter
+from nan_detector._layers import Layers
 from nan_detector._quiet import quiet
 from nan_detector._records import StepRow
 from nan_detector._run import Run
@@ -30,7 +33,9 @@ _stack = torch.stack
 _isfinite = math.isfinite
 
 
-def is_sound(run: Run, stepped: Stepped, optimizer: Any, call: int, loss: Tensor, state: Tensor | None) -> bool:
+def is_sound(
+    run: Run, stepped: Stepped, optimizer: Any, call: int, loss: Tensor, state: Tensor | None, layers: Layers | None
+) -> bool:
     """Measure and record the step that is about to be taken. False where it is not plainly an ordinary, healthy one.
 
     Args:
@@ -40,73 +45,88 @@ def is_sound(run: Run, stepped: Stepped, optimizer: Any, call: int, loss: Tensor
         call: Which call of an optimizer's step this is: a closure's further evaluations are not fed to the warnings.
         loss: The loss, of one element.
         state: Numbers on the device that must be finite as well; None where there are none.
+        layers: What the layers' outputs reached, at that level.
     """
     if id(optimizer.state) != stepped.state_seen:
         return False
     if not stepped.unchanged(optimizer):
-        if bad_hyperparameter(optimizer) is not None:
+        if not stepped.fits(optimizer) or bad_hyperparameter(optimizer) is not None:
             return False
         stepped.settled(optimizer)
     rate = optimizer.param_groups[0].get("lr")
     lr = rate if type(rate) is float else float(rate) if isinstance(rate, (int, float)) else None
     if _dispatch_modes():
         with quiet():
-            reading = _measured(run, stepped, loss, state, lr)
+            reading, reached = _measured(run, stepped, loss, state, lr, layers)
     else:
         # As `quiet` does, which is for any number of modes.
         with _NoTorchFunction():
             grad_enabled = _is_grad_enabled()
             _set_grad_enabled(False)
             try:
-                reading = _measured(run, stepped, loss, state, lr)
+                reading, reached = _measured(run, stepped, loss, state, lr, layers)
             finally:
                 _set_grad_enabled(grad_enabled)
     if reading is None:
         return False
+    if layers is not None:
+        layers.forget()
     if run.book.log is not None:
         run.book.write(StepRow(run.step, reading.loss, reading.total, reading.largest, lr, None))
     if stepped.call != call:
         stepped.call = call
-        stepped.forewarning.note(run, optimizer, reading, stepped.names, lr)
+        if layers is None:
+            stepped.forewarning.note(run, optimizer, reading, stepped.names, lr)
+        else:
+            reached_by = dict(zip(layers.columns, reached, strict=True))
+            stepped.forewarning.note(run, optimizer, reading, stepped.names, lr, reached_by, layers.limits)
     return True
 
 
-def _measured(run: Run, stepped: Stepped, loss: Tensor, state: Tensor | None, lr: float | None) -> Reading | None:
+_Measured = tuple[Reading | None, Sequence[float]]
+_NOT: _Measured = (None, ())
+
+
+def _measured(
+    run: Run, stepped: Stepped, loss: Tensor, state: Tensor | None, lr: float | None, layers: Layers | None
+) -> _Measured:
+    """The reading, and the largest magnitude of each layer; no reading where anything is unusual."""
     grads = [g for p in stepped.parameters if (g := p.grad) is not None]
     count = len(grads)
-    if not 0 < count <= FEW or count != len(stepped.names) or loss.dim():
-        return None
+    if not 0 < count <= FEW or count != len(stepped.names) or loss.dim() or loss.is_complex():
+        return _NOT
+    extremes, width = None, 0
+    if layers is not None:
+        extremes = layers.complete
+        if extremes is None or extremes.device != loss.device:
+            return _NOT
+        width = len(extremes)
     names = stepped.columns(stepped.names, True, count + 1)
+    if layers is not None:
+        names = _joined(layers.recorded_names, names)
     try:
-        if state is not None:
-            return _with_state(run, names, grads, loss, state, lr)
         with run.lock:
-            row = run.recorder.next_row(names) if loss.dtype is torch.float32 else None
+            row = run.recorder.next_row(names, loss)
             if row is None:
-                return _with_state(run, names, grads, loss, loss.new_zeros(1), lr)
-            values: list[float] = _stack([loss, *_foreach_norm(grads, 2, dtype=torch.float32)], out=row).tolist()
-            if not _isfinite(sum(values)):
-                return None
-            norms = values[1:]
+                return _NOT
+            if extremes is None:
+                _stack([loss, *_foreach_norm(grads, 2, dtype=torch.float32)], out=row)
+            else:
+                torch.amax(extremes.abs(), 1, out=row[:width])
+                _stack([loss, *_foreach_norm(grads, 2, dtype=torch.float32)], out=row[width:])
+            values: list[float] = (row if state is None else torch.cat([row, state])).tolist()
+            norms = values[width + 1 : width + 1 + count]
             largest = max(norms)
-            if not 0.0 < largest <= run.config.grad_norm_warn:
-                return None
+            if not (_isfinite(sum(values)) and 0.0 < largest <= run.config.grad_norm_warn):
+                return _NOT
             run.recorder.keep(run.step, lr)
     except RuntimeError:  # a mixture of layouts, dtypes or devices
-        return None
-    return Reading(row, count + 1, count, values[0], math.hypot(*norms), largest)
+        return _NOT
+    reading = Reading(row, len(row), count, values[width], math.hypot(*norms), largest)
+    return reading, values[:width]
 
 
-def _with_state(
-    run: Run, names: tuple[str, ...], grads: list[Tensor], loss: Tensor, state: Tensor, lr: float | None
-) -> Reading | None:
-    """The same where more is read along, or the flight recorder has no such row yet."""
-    if loss.is_complex():
-        return None
-    reading = take_more(grads, loss, state)
-    if reading is None or reading.suspicious or not 0.0 < (reading.largest or 0.0) <= run.config.grad_norm_warn:
-        return None
-    with run.lock:
-        run.recorder.set_columns(names)
-        run.recorder.append(run.step, reading.row, lr, None)
-    return reading
+@lru_cache(maxsize=64)
+def _joined(layers: tuple[str, ...], gradients: tuple[str, ...]) -> tuple[str, ...]:
+    """The same object for the same names: the recorder then knows them without comparing."""
+    return (*layers, *gradients)

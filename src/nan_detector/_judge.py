@@ -30,7 +30,7 @@ from nan_detector._scaling import Skips, knows_scale, scale_in_use, skips_itself
 from nan_detector._session import Session
 from nan_detector._stepped import Stepped
 from nan_detector._tape import Entry
-from nan_detector._watchers import StepWatch
+from nan_detector._watchers import LayerWatch, StepWatch
 
 Tensor = torch.Tensor
 
@@ -47,7 +47,9 @@ class Judge:
         self.clean = False  # what was judged last was finite
         self.evaluation = Evaluation(run.names)
         self.further = Further(run, run.config.also_watch) if run.config.also_watch else None
-        self.plain = type(watch) is StepWatch and self.further is None  # nothing is read but loss, gradients and state
+        self._layers = watch.layers if isinstance(watch, LayerWatch) else None
+        #: Nothing is read but the loss, gradients, layers and a slice of the state.
+        self.simple = (type(watch) is StepWatch or self._layers is not None) and self.further is None
         self._fetched: tuple[Tensor | None] | None = None  # a slice of the state that a glance has asked for in vain
         self.skipping: Stepped | None = None  # whose step a GradScaler does not take
         self._skips = Skips()
@@ -170,13 +172,13 @@ class Judge:
 
         Else nothing has been done, and `judge` does it all.
         """
-        if not self.plain or current.scaler is not None or current.looks or self.evaluation.waiting:
+        if not self.simple or current.scaler is not None or current.looks or self.evaluation.waiting:
             return False
         losses = backward.unscaled or backward.losses
         if len(losses) != 1:
             return False
         state = self.rounds.due()
-        if not is_sound(self.run, stepped, optimizer, current.steps, losses[0], state):
+        if not is_sound(self.run, stepped, optimizer, current.steps, losses[0], state, self._layers):
             self._fetched = (state,)
             return False
         if state is not None:

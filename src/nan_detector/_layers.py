@@ -11,16 +11,24 @@ from nan_detector._before import ABS_MAX_OF
 from nan_detector._naming import Names
 from nan_detector._quiet import quiet
 from nan_detector._recorder import ABSENT
-from nan_detector._state import is_replaying, pickled_hook
+from nan_detector._state import BUG, is_replaying, logger, pickled_hook, strict
 from nan_detector._tape import tensors_in
 
 Tensor = torch.Tensor
 
+_compiling = torch.compiler.is_compiling
+_function_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_NoTorchFunction = torch._C.DisableTorchFunction
+_aminmax = torch.aminmax
 _LOOKED_AT = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 class Layers:
     """Hooks on every module of the watched models, except those of `skip_types`.
+
+    Each output has a place of its own for its least and its greatest value, into which they are measured: what is made
+    in a step beside that is a view.
 
     Args:
         models: Watched modules.
@@ -39,7 +47,10 @@ class Layers:
         self._dtypes: dict[str, torch.dtype] = {}
         self._recorded: tuple[str, ...] = ()
         self._slots: dict[str, int] = {}
-        self._seen: dict[int, tuple[Tensor, Tensor]] = {}
+        self._extremes: Tensor | None = None  # (layers, 2), least and greatest value of each
+        self.places: list[tuple[Tensor, Tensor]] = []
+        self.broken = False  # a bug of ours: nothing more is looked at
+        self.seen: dict[int, None] = {}  # slots, in the order in which they were measured in this step
         self._handles: list[Any] = []
         self._backward = backward
         self._grads: list[Any] = []
@@ -62,44 +73,107 @@ class Layers:
 
     def look(self, path: str, value: Any) -> None:
         """Note the extremes of the tensors in `value`."""
-        with quiet():
-            for t in tensors_in(value, 3):
-                if t.dtype in _LOOKED_AT and t.layout is torch.strided and t.numel():
-                    self._note(path, t)
-        if self._backward and not path.endswith(" gradient"):
-            for t in tensors_in(value, 3):
-                if t.requires_grad and torch.is_grad_enabled():
-                    self._grads.append(t.register_hook(LayerHook(self, f"{path} gradient").gradient))
+        if self.broken:
+            return
+        try:
+            with quiet():
+                for t in tensors_in(value, 3):
+                    if t.dtype in _LOOKED_AT and t.layout is torch.strided and t.numel():
+                        self._note(path, t)
+            if self._backward and not path.endswith(" gradient"):
+                for t in tensors_in(value, 3):
+                    if t.requires_grad and torch.is_grad_enabled():
+                        self._grads.append(t.register_hook(LayerHook(self, f"{path} gradient").gradient))
+        except Exception:
+            self.broken = True
+            if strict():
+                raise
+            logger.exception(BUG)
+
+    def at_once(self, path: str, t: Tensor) -> int | None:
+        """The slot of `path`, where all that `look` does for tensors like `t` is to measure them into it."""
+        slot = self._slots.get(path)
+        if slot is None or self._backward or self._dtypes[path] is not t.dtype or t.layout is not torch.strided:
+            return None
+        low = self.places[slot][0]
+        return slot if low.dtype is t.dtype and low.device == t.device else None
 
     def _note(self, path: str, t: Tensor) -> None:
-        low, high = torch.aminmax(t)
         slot = self._slots.get(path)
+        if slot is None or self._dtypes[path] is not t.dtype:
+            slot = self._place(path, t)
+        low, high = self.places[slot]
+        seen = self.seen
+        if slot not in seen:
+            seen[slot] = None
+            if t.dtype is low.dtype and t.device == low.device:
+                _aminmax(t, out=(low, high))
+            else:
+                least, greatest = _aminmax(t)
+                low.copy_(least)
+                high.copy_(greatest)
+            return
+        # A module that is called more than once in a step.
+        least, greatest = _aminmax(t)
+        torch.minimum(low, least.to(low), out=low)
+        torch.maximum(high, greatest.to(high), out=high)
+
+    def _place(self, path: str, t: Tensor) -> int:
+        """The slot of an output that is new, or has another dtype than before."""
+        slot = self._slots.get(path)
+        self._dtypes[path] = t.dtype
+        if not path.endswith((" input", " gradient")):
+            self.limits = {**self.limits, path: torch.finfo(t.dtype).max}
         if slot is None:
             slot = self._slots[path] = len(self.columns)
             self.columns.append(path)
-        if self._dtypes.get(path) is not t.dtype:
-            self._dtypes[path] = t.dtype
-            if not path.endswith((" input", " gradient")):
-                self.limits = {**self.limits, path: torch.finfo(t.dtype).max}
-        known = self._seen.get(slot)
-        if known is not None:
-            low, high = torch.minimum(known[0], low.to(known[0])), torch.maximum(known[1], high.to(known[1]))
-        self._seen[slot] = (low, high)
+        # float32 would turn a double's 1e300 into an infinity that never was; halves lose nothing in it.
+        wide = any(d is torch.float64 for d in self._dtypes.values())
+        self._make_room(len(self.columns), t.device, torch.float64 if wide else torch.float32)
+        return slot
+
+    def _make_room(self, layers: int, device: torch.device, dtype: torch.dtype) -> None:
+        old = self._extremes
+        if old is not None and len(old) >= layers and old.dtype is dtype:
+            return
+        # Room made inside the user's inference_mode could never be written outside it.
+        with torch.inference_mode(False), torch.no_grad():
+            room = torch.zeros(max(8, 2 * layers), 2, dtype=dtype, device=device if old is None else old.device)
+            if old is not None:
+                room[: len(old)].copy_(old)
+            self._extremes = room
+            self.places = [(row[0], row[1]) for row in room]
+
+    @property
+    def complete(self) -> Tensor | None:
+        """Least and greatest value of every layer, shape (layers, 2), where all were seen since the last `forget`."""
+        if self._extremes is None or len(self.seen) != len(self.columns):
+            return None
+        return self._extremes[: len(self.columns)]
+
+    def forget(self) -> None:
+        """What was seen has been read."""
+        self.seen.clear()
+        self._grads.clear()
 
     def collect(self) -> tuple[list[str], Tensor | None]:
         """Layers seen since the last call, and a vector with the least and greatest value of each."""
-        seen, self._seen = self._seen, {}
-        self._grads.clear()
-        if not seen:
+        seen = list(self.seen)
+        if self._extremes is None or not seen:
+            self.forget()
             return [], None
         with quiet():
-            device = next(iter(seen.values()))[0].device
-            flat = [
-                v.reshape(1).to(device=device, dtype=torch.float64 if v.dtype == torch.float64 else torch.float32)
-                for pair in seen.values()
-                for v in pair
-            ]
-            return [self.columns[slot] for slot in seen], torch.cat(flat)
+            at = torch.tensor(seen, device=self._extremes.device)
+            values = self._extremes.index_select(0, at).reshape(-1)
+        self.forget()
+        return [self.columns[slot] for slot in seen], values
+
+    @property
+    def recorded_names(self) -> tuple[str, ...]:
+        """Names of the flight recorder's columns for all layers; the same object as long as there are no new ones."""
+        if len(self._recorded) != len(self.columns):
+            self._recorded = tuple(f"{ABS_MAX_OF}{name}" for name in self.columns)
+        return self._recorded
 
     def recorded(self, columns: list[str], values: Tensor | None) -> tuple[tuple[str, ...], Tensor] | None:
         """Names and largest magnitudes for the flight recorder: of all layers, however many took part in this step.
@@ -110,33 +184,58 @@ class Layers:
         """
         if values is None:
             return None
-        if len(self._recorded) != len(self.columns):
-            self._recorded = tuple(f"{ABS_MAX_OF}{name}" for name in self.columns)
         with quiet():
             largest = values.view(-1, 2).abs().amax(1)
             if len(columns) == len(self.columns) and columns == self.columns:
-                return self._recorded, largest
+                return self.recorded_names, largest
             # A row of its own for each selection of layers would make a ring of its own for each.
             every = torch.full((len(self.columns),), ABSENT, dtype=largest.dtype, device=largest.device)
             at = torch.tensor([self._slots[name] for name in columns], device=largest.device)
-            return self._recorded, every.index_copy_(0, at, largest)
+            return self.recorded_names, every.index_copy_(0, at, largest)
 
 
 class LayerHook:
     """A hook that dies in copies, as a root's does."""
 
-    __slots__ = ("before", "layers", "path")
+    __slots__ = ("before", "device", "dtype", "layers", "path", "slot")
 
     def __init__(self, layers: Layers | None, path: str, before: bool = False) -> None:
         self.layers = layers
         self.path = path
         self.before = before
+        self.dtype: torch.dtype | None = None  # of outputs that go the short way
+        self.device: torch.device | None = None
+        self.slot = 0
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         layers = self.layers
-        if layers is None or torch.compiler.is_compiling() or is_replaying():
+        if layers is None or _compiling() or is_replaying():
             return
-        layers.look(self.path, (args, output) if self.before else output)
+        if self.before:
+            output = args[0] if len(args) == 1 and not output else (args, output)  # kwargs stand in its place
+        if type(output) is not Tensor or _dispatch_modes():
+            layers.look(self.path, output)
+            return
+        if _function_modes():
+            with _NoTorchFunction():
+                self._look(layers, output)
+        else:
+            self._look(layers, output)
+
+    def _look(self, layers: Layers, output: Tensor) -> None:
+        seen, slot = layers.seen, self.slot
+        # An empty output has no extremes; of a second one in the same step they are folded into the first one's.
+        if output.dtype is self.dtype and output.device == self.device and slot not in seen and output.numel():
+            try:
+                _aminmax(output.detach(), out=layers.places[slot])  # without a graph, nothing has to be switched off
+                seen[slot] = None
+                return
+            except RuntimeError:  # sparse, this time
+                pass
+        layers.look(self.path, output)
+        found = layers.at_once(self.path, output)
+        if found is not None:
+            self.slot, self.dtype, self.device = found, output.dtype, output.device
 
     def gradient(self, grad: Tensor) -> None:
         """A gradient arrived at the output."""

@@ -194,15 +194,21 @@ class Recorder:
         table.rows[table.next].copy_(values.detach() if values.requires_grad else values)
         self._advance(table, step, lr, loss_scale)
 
-    def next_row(self, names: tuple[str, ...]) -> Tensor | None:
-        """The row that is written next, for whoever can measure right into it: float32, shape (columns,).
+    def next_row(self, names: tuple[str, ...], like: Tensor) -> Tensor | None:
+        """The row that is written next, for whoever can measure right into it. It counts once `keep` is called.
 
-        It counts once `keep` is called. None where the columns are not those of the row before, or not of float32.
+        Args:
+            names: Its columns; best the same object in each step.
+            like: A tensor on its device, of a dtype that is kept as float32.
+
+        Returns:
+            float32, shape (columns,); None where numbers like these are not kept as float32.
         """
         table = self._table
-        if table is None or names is not self._names or table.dtype is not torch.float32:
-            return None
-        return table.rows[table.next]
+        if names is not self._names or table is None or table.device != like.device:
+            self.set_columns(names)
+            table = self._open(like)
+        return table.rows[table.next] if table.dtype is torch.float32 else None
 
     def keep(self, step: int, lr: float | None, loss_scale: float | None = None) -> None:
         """What was measured into `next_row` is the row of this step."""

@@ -37,8 +37,8 @@ _push_on_stack = torch._C._push_on_torch_function_stack
 _any_autocast = torch._C._is_any_autocast_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
-_cuda_in_use = torch.cuda.is_initialized
-_get_rng_state = torch.default_generator.get_state
+_cuda_in_use: Callable[[], bool] = torch.cuda.is_initialized
+_get_rng_state: Callable[[], Tensor] = torch.default_generator.get_state
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 

@@ -251,15 +251,13 @@ class Rebuilder:
             buffers = tuple((self._module(p), str(n), self.reader.take(t)) for p, n, t in data["buffers"])
             attributes = tuple((self._module(p), str(n), self._value(v)) for p, n, v in data["attributes"])
             numpy = data.get("numpy_rng")
-            return Moment(
-                module=module,
-                rng=self._tensors(data["rng"])[: 1 + torch.cuda.device_count()],
-                python_rng=self._value(data.get("python_rng")),
-                numpy_rng=_numpy_state(numpy) if numpy is not None else None,
-                buffers=buffers,
-                attributes=tuple((m, n, v) for m, n, v in attributes if _settable(m, n)),
-                generators=self._states(data.get("generators", [])),
-            )
+            moment = Moment(module, self._tensors(data["rng"])[: 1 + torch.cuda.device_count()])
+            moment.python_rng = self._value(data.get("python_rng"))
+            moment.numpy_rng = _numpy_state(numpy) if numpy is not None else None
+            moment.buffers = buffers
+            moment.attributes = tuple((m, n, v) for m, n, v in attributes if _settable(m, n))
+            moment.generators = self._states(data.get("generators", []))
+            return moment
         except (KeyError, TypeError, ValueError) as error:
             if isinstance(error, CapsuleError):
                 raise

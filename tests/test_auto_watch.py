@@ -257,3 +257,34 @@ def test_the_watch_that_has_ended_does_not_wake_in_a_child():
     if pid == 0:
         os._exit(0 if not auto._search else 9)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_parameters_of_no_module():
+    torch.manual_seed(0)
+    w, b = torch.randn(3, 1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    optimizer = torch.optim.SGD([w, b], lr=0.01)
+    with watching() as auto:
+        for step in range(6):
+            optimizer.zero_grad()
+            out = torch.ones(2, 3) @ w + b
+            (torch.sqrt(out - 50) if step == 4 else out.square()).mean().backward()
+            optimizer.step()
+        assert planted_events(auto) == [(3, "sqrt")]  # the first step showed that no module is trained
+        assert w.isfinite().all() and auto.detector.event.reproduced == "yes"  # type: ignore[union-attr]
+
+
+def test_a_model_that_is_never_called_itself():
+    body, head = nn.Linear(3, 3), nn.Linear(3, 1)
+    model = nn.Sequential(body, head)
+    with watching() as auto:
+        train(model, 4, bad=2, call=model.forward)
+        assert planted_events(auto) == [(2, "log")]
+
+
+def test_a_compiled_function_around_the_whole_model():
+    torch._dynamo.reset()
+    model = nn.Linear(3, 1)
+    with watching() as auto:
+        train(model, 5, bad=3, call=torch.compile(lambda x: model(x), backend="eager"))
+        assert planted_events(auto)[0][0] in (2, 3) and model.weight.isfinite().all()
+    assert torch.Tensor.backward.__module__ == "torch._tensor"

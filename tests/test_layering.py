@@ -152,7 +152,7 @@ TABLE = (
     # Layer 2: records to text, pages and pictures.
     Rule(2, Torch.NEVER, ("_render", "_render.*")),
     # Layer 3: the detector and its kin, which wire the layers below.
-    Rule(3, Torch.YES, ("_auto", "_compiled_calls", "_detect", "_detector", "_guard")),
+    Rule(3, Torch.YES, ("_auto", "_compiled_calls", "_detect", "_detector", "_guard", "_loose")),
     # Layer 4: ways in from outside: the command line, the demo, a script that nobody changes.
     Rule(4, Torch.INSIDE, ("_cli", "_cli.*", "_demo", "_script", "_watch_script")),
     # The demo's trainings are written as a user would write them, torch at the top and all.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import sys
@@ -16,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from nan_detector._compiled_calls import CompiledCalls
 from nan_detector._detector import NaNDetector
 from nan_detector._errors import NonFiniteError
+from nan_detector._loose import Parameters, at_next_backward
 from nan_detector._state import BUG, is_replaying, logger, strict, switched_off
 
 #: Training calls without a new model after which the search ends until an optimizer is met that steps another one.
@@ -47,17 +49,18 @@ class AutoWatch:
         self._depth = _Depth()
         self._met: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._steppers: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose parameters are accounted for
+        self._sought: weakref.WeakSet[Any] = weakref.WeakSet()  # those that a search was begun for
         self._quiet_calls = 0
         self._skipped_before = self._steps_before = 0
         self._search: list[Any] = []
-        self._hooks: list[Any] = []
+        self._hooks: list[Callable[[], None]] = []  # what takes them off
         self._compiled = CompiledCalls(self._around_compiled)
         self._open = False
 
     def __enter__(self) -> AutoWatch:
         if not switched_off():
             self._open = True
-            self._hooks = [register_optimizer_step_pre_hook(self._before_step)]
+            self._hooks = [register_optimizer_step_pre_hook(self._before_step).remove]
             self._compiled.open()
             self._start_searching()
             _in_forked_children(self)
@@ -84,8 +87,8 @@ class AutoWatch:
     def _stand_down(self) -> None:
         self._open = False
         self._stop_searching()
-        for handle in self._hooks:
-            handle.remove()
+        for remove in self._hooks:
+            remove()
         self._hooks.clear()
 
     def _start_searching(self) -> None:
@@ -165,17 +168,37 @@ class AutoWatch:
         if optimizer in self._steppers or self._elsewhere():
             return
         self._depth.value = 0  # an interrupted call has not told that it ended
-        if self._search:
-            return
-        self._steppers.add(optimizer)
-        detector = self.detector
-        if detector is not None and not _knows(detector, optimizer):
+        known = _known(self.detector, optimizer)
+        if all(known):
+            self._steppers.add(optimizer)
+        elif not self._search:
+            if optimizer in self._sought:  # that search has ended as well
+                self._steppers.add(optimizer)
+            self._sought.add(optimizer)
             self._start_searching()
+        elif not any(known):
+            self._steppers.add(optimizer)
+            then = functools.partial(self._contain, self._watch_loose, weakref.ref(optimizer))
+            self._hooks.append(at_next_backward(then))
+
+    def _watch_loose(self, known: weakref.ref[Any]) -> None:
+        """Watch what an optimizer steps by itself: no module that owns it is called."""
+        optimizer = known()
+        if optimizer is None or not self._open or self._elsewhere() or any(_known(self.detector, optimizer)):
+            return
+        self._end_of_the_last()
+        self._take(Parameters(optimizer))
 
     # -- the watch -----------------------------------------------------------------------------------------------------
 
     def _watch(self, module: torch.nn.Module, args: Any, keywords: dict[str, Any]) -> None:
         self._end_of_the_last()
+        self._take(module)
+        # This very call began before the module was hooked.
+        if self.detector is not None:
+            self.detector.enter_call(module, args, keywords)
+
+    def _take(self, module: torch.nn.Module) -> None:
         if self.detector is None or self._thread is None:
             self._skipped_before = self.skipped_steps
             self.detector, self._thread = self._make(module), threading.get_ident()
@@ -184,8 +207,6 @@ class AutoWatch:
                 self.detector._engine.run.groups = self._steps_before
         else:
             self.detector._add_model(module)
-        # This very call began before the module was hooked.
-        self.detector.enter_call(module, args, keywords)
 
     def _end_of_the_last(self) -> None:
         """The detector at work ends when all that it watched training is over and done with."""
@@ -217,7 +238,8 @@ class AutoWatch:
         if self.detector is not None:
             _forget(self.detector)
         self.detector, self._thread = None, None
-        self._depth, self._met, self._steppers = _Depth(), weakref.WeakSet(), weakref.WeakSet()
+        self._depth, self._met = _Depth(), weakref.WeakSet()
+        self._steppers, self._sought = weakref.WeakSet(), weakref.WeakSet()
         self._start_searching()
 
 
@@ -234,11 +256,11 @@ def _in_forked_children(watch: AutoWatch) -> None:
         os.register_at_fork(after_in_child=forked)
 
 
-def _knows(detector: NaNDetector, optimizer: Any) -> bool:
-    """False where `optimizer` trains something that is part of no watched model."""
-    engine = detector._engine
-    trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-    return engine is None or all(id(p) in engine.run.ours for p in trained)
+def _known(detector: NaNDetector | None, optimizer: Any) -> list[bool]:
+    """Of each parameter that `optimizer` trains: whether it is part of a watched model."""
+    engine = detector._engine if detector is not None else None
+    ours = engine.run.ours if engine is not None else {}
+    return [id(p) in ours for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 def _forget(detector: NaNDetector) -> None:

@@ -54,7 +54,9 @@ def test_an_event_has_the_steps_before_it_and_none_comes_twice(tmp_path: Path):
     train(tmp_path, 6, bad=(2, 4), on_nan="skip", stop_on_first=False)
     kinds = [r.record + ("+" if isinstance(r, StepRow) and r.layers else "") for r in read_log(tmp_path)]
     after = kinds[kinds.index("event") :]
-    assert after[:4] == ["event", "event", "step+", "step+"], "the event is written first, whole"
+    first = after.index("step+")
+    assert first >= 2 and set(after[:first]) == {"event"}, "the event is written first, whole"
+    assert after[first : first + 2] == ["step+", "step+"]
     assert [r.step for r in second_rows(tmp_path)] == [0, 1, 2, 3, 4, 5]
     (bad,) = (r for r in second_rows(tmp_path) if r.step == 2)
     assert all(math.isnan(p.abs_max) for p in bad.layers)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from nan_detector import _finite
+from nan_detector._call_site import CallSite
 from nan_detector._change import Change
 from nan_detector._errors import ReplayRefused
 from nan_detector._naming import Names
@@ -62,6 +63,7 @@ class Again:
         raised: What kind of exception the step raised.
         changed: What was written in place after the step used it, and is not there any more as it was.
         opaque: What functions computed that a replay cannot call.
+        site: The call that the birth came of.
     """
 
     entries: Sequence[Entry]
@@ -73,6 +75,7 @@ class Again:
     raised: type[BaseException] | None = None
     changed: tuple[str, ...] = ()
     opaque: tuple[str, ...] = ()
+    site: CallSite | None = None
 
     def step(self, deadline: float, change: Change | None = None) -> Step:
         """A replay, ready to run.

@@ -33,6 +33,10 @@ class Change:
         self.stand_ins: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: a leaf, and what stands for it
         self.is_replays_own: Callable[[Tensor], bool] = lambda t: False  # told by the replay
 
+    def starts(self, step: Any) -> None:
+        """A replay with this change is about to be made: `step`, a `Step`."""
+        return None
+
     def stand_in(self, t: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
         """What stands for leaf `t` in this replay: one leaf, with a gradient of its own."""
         known = self.stand_ins.get(id(t))

@@ -22,6 +22,7 @@ from nan_detector._naming import Names
 from nan_detector._origin import birth_of, silent_births, trace_of, trace_of_line
 from nan_detector._quiet import quiet
 from nan_detector._records import Cause, LossTerm, NaNEvent, Phase, Reproduced, Severity, TensorStats
+from nan_detector._repair import site_of
 from nan_detector._replay import Replayed, Step
 from nan_detector._run_step import Call
 from nan_detector._samples import sample_ids
@@ -174,11 +175,13 @@ def investigate(
             f"was not taken: restore {'it' if one else 'them'} before an evaluation or a checkpoint"
         )
         finding = replace(finding, notes=(*finding.notes, note))
+    birth = finding.trace.birth if finding.trace is not None else None
     again = replace(
         again,
         raised=type(replayed.raised) if replayed.raised is not None else None,
         changed=tuple(o.name or "a tensor" for o in replayed.changed),
         opaque=tuple(replayed.opaque),
+        site=site_of(replayed.tracer, birth) if birth is not None else None,
     )
     return replace(finding, again=again)
 

@@ -109,6 +109,7 @@ class Step:
         self._stashed: dict[int, tuple[Tensor, Tensor | None]] = {}
         if change is not None:
             change.is_replays_own = lambda t: id(t) in self._own_leaves
+            change.starts(self)
 
     def _stash(self, leaf: Tensor) -> None:
         """A leaf that is not the replay's own takes part: its `.grad` is put aside, so that nothing flows into it."""

@@ -21,10 +21,12 @@ from nan_detector._state import logger, strict
 from nan_detector._trace import Birth
 from nan_detector._trial_changes import FiniteData, FiniteState, Part, Unscaled, Widened
 from nan_detector._trial_facts import Batch, batch_of, facts_of
+from nan_detector._trial_fix import try_remedies
 from nan_detector._trial_plan import (
     AGAIN,
     DATA,
     EAGER,
+    FIX,
     FLOAT32,
     FLOAT64,
     MAX_NAMED,
@@ -259,10 +261,25 @@ def _of(bad: str) -> str:
     return bad if bad.startswith("the step") else f"{bad} is not"
 
 
+def _fix(lab: Lab, planned: Planned) -> Trial:
+    if lab.birth is None:
+        return Trial(planned.name, planned.question, None, "there is no guilty call")
+
+    def run(change: Change) -> Outcome | None:
+        try:
+            return lab.run(change)
+        except Spent:
+            return None
+
+    fixed = try_remedies(run, lab.again.site, lab.birth, lab.event.cause)
+    return Trial(planned.name, planned.question, fixed.finite, fixed.detail)
+
+
 #: How each trial is made. A kind that is planned and has no runner here is left out.
 RUNNERS: Mapping[str, Runner] = {
     AGAIN: _again,
     EAGER: _eager,
+    FIX: _fix,
     FLOAT32: _in_dtype(torch.float32),
     FLOAT64: _in_dtype(torch.float64),
     UNSCALED: _unscaled,

@@ -312,6 +312,10 @@ def _values(event: NaNEvent) -> list[str]:
     return lines
 
 
+#: What came of the fix is told beside it up to this length.
+_BESIDE_FIX = 60
+
+
 def _is_fix(trial: Trial) -> bool:
     return trial.name.startswith("fix")
 
@@ -322,7 +326,10 @@ def _fix(event: NaNEvent) -> list[str]:
         return []
     *above, last = lines
     tried = next((t for t in event.trials if _is_fix(t)), None)
-    return [*above, last + (f"{GAP}{_outcome_of_fix(tried)}" if tried is not None else "")]
+    if tried is None:
+        return lines
+    outcome = _outcome_of_fix(tried)
+    return [*lines, outcome] if len(outcome) > _BESIDE_FIX else [*above, f"{last}{GAP}{outcome}"]
 
 
 def _outcome_of_fix(trial: Trial) -> str:

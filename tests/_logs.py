@@ -63,11 +63,11 @@ EVENT = NaNEvent(
         "torch.var(x, -1, correction=0)",
     ),
     trials=(
-        Trial("same", "Does it happen again?", False, "the same 22 values"),
-        Trial("without_sample_7", "Is it one sample?", False),
+        Trial("again", "Does it happen again?", False, "the same 22 values"),
+        Trial("samples", "Is it one sample?", False, "without sample 7 still not finite"),
         Trial("float64", "Is it the precision?", True, "loss 0.734"),
         Trial("fix", "Does the fix help?", True, "loss 0.734"),
-        Trial("compiled", "Is it the compiler?", None, "nothing is compiled"),
+        Trial("eager", "Is it the compiler?", None, "nothing is compiled"),
     ),
     verdict="formula",
     spread=(

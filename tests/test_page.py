@@ -106,7 +106,7 @@ def test_the_answer_comes_first(whole: str):
         "torch.var(x, -1, correction=0) tried on this step: loss 0.734, all finite",
         "weights are clean: the step was not taken.",
         "What was tried",
-        "without sample 7 Is it one sample? not finite",
+        "in float64 Is it the precision? finite loss 0.734",
         "How it spread",
         "norm2 born here 1 sqrt, forward 2 div, forward",
         "The values",

@@ -340,8 +340,13 @@ def _outcome_of_fix(trial: Trial) -> str:
     return "tried on this step: " + (detail if "finite" in detail else ", ".join(filter(None, [detail, outcome])))
 
 
+def trial_name(trial: Trial) -> str:
+    """What was changed, in words."""
+    return _TRIALS.get(trial.name, trial.name.replace("_", " "))
+
+
 def _trial(trial: Trial) -> str:
-    name = _TRIALS.get(trial.name, trial.name.replace("_", " "))
+    name = trial_name(trial)
     if trial.finite is not None and trial.name in _TOLD_IN_FULL and trial.detail:
         return f"{name}: {trial.detail}"
     outcome = {True: "finite", False: "not finite", None: "not tried"}[trial.finite]

@@ -12,7 +12,7 @@ from nan_detector._records import LossTerm, NaNEvent, StepRow, TensorStats
 from nan_detector._render import overview
 from nan_detector._render.timeline import Chart, charts
 from nan_detector._render.tree import Node, tree, way
-from nan_detector._summary import GAP, SOURCE, Row, headline, place, rows, title, where
+from nan_detector._summary import GAP, SOURCE, Row, headline, place, rows, title, trial_name, where
 
 #: Events with a part of their own, and further ones with a line.
 IN_FULL, IN_LINES = 20, 200
@@ -140,7 +140,7 @@ def _table(caption: str, columns: Cells, made: Iterable[Cells]) -> Table | None:
 
 
 def _trials(event: NaNEvent) -> Table | None:
-    made = ((t.name.replace("_", " "), t.question, _OUTCOMES[t.finite], t.detail) for t in event.trials)
+    made = ((trial_name(t), t.question, _OUTCOMES[t.finite], t.detail) for t in event.trials)
     return _table("The step run again with one thing changed", ("changed", "to find out", "the step was", "seen"), made)
 
 

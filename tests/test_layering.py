@@ -102,6 +102,7 @@ TABLE = (
             "_glance",
             "_erased",
             "_looks",
+            "_zeroing",
             "_scaled_clip",
             "_hit",
             "_hyper",

@@ -155,6 +155,10 @@ class Aftermath:
                     return harm
         return None
 
+    def stepped(self, optimizer: Any) -> Stepped | None:
+        """What is known of an optimizer."""
+        return self._steppeds.get(id(optimizer)) if optimizer is not None else None
+
     def sound(self) -> None:
         """All weights were seen to be finite: what is bad later on was not made by a step until now."""
         for stepped in self._steppeds.values():

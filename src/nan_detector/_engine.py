@@ -37,6 +37,7 @@ from nan_detector._stepped import Stepped
 from nan_detector._summary import headline
 from nan_detector._tape import Entry
 from nan_detector._watchers import LayerWatch, OpWatch, StepWatch
+from nan_detector._zeroing import EMPTY
 
 Tensor = torch.Tensor
 T = TypeVar("T")
@@ -84,6 +85,7 @@ class Engine:
                 self.run, self.owns, self.optimizers, config.snapshot_every, on_host=config.snapshot_on_host
             )
         self.responder = Responder(self.run, self.watch, self.aftermath, self.keeper)
+        self.zeroing = self.responder.zeroing
         self.judge = Judge(self.run, self.watch, self.responder, self.aftermath, Rounds(self.run, self._stepped_by))
         self.hazards = Hazards(self.run, self.watch)
         if config.watch is Watch.LAYERS:
@@ -317,6 +319,8 @@ class Engine:
             self.run.groups -= self.guessed_groups
             self.guessed_groups = 0
         current.gates += 1
+        if not current.tape.backwards and self.zeroing.empties(self.run.groups):
+            self._tell_empty()
         if closure_of(args, kwargs) is not None:
             if self.aftermath.full:
                 self.aftermath.shadow(optimizer)
@@ -326,6 +330,13 @@ class Engine:
         if self.aftermath.full:
             self.aftermath.shadow(optimizer)
         return None
+
+    def _tell_empty(self) -> None:
+        self.run.warn(
+            "zeroed_before_step",
+            f"step {self.run.step}: zero_grad() is called between backward() and step(), so {EMPTY} steps in a row had "
+            "no gradients: call it before backward(), or after step()",
+        )
 
     def _gate_closure(self, stepped: Stepped, args: Any, kwargs: Any, current: Session) -> tuple[Any, Any] | None:
         """`step(closure)`: the gradients do not exist yet; judge after the closure has made them."""
@@ -433,6 +444,7 @@ class Engine:
 
     def gradients_dropped(self, owner: Any, current: Session) -> None:
         """`zero_grad`: backward passes that were never stepped were given up by the loop itself."""
+        self.zeroing.zeroed(owner, self.run.groups)
         if current.tape.backwards or not self.has_optimizer:
             self.contain(self._gradients_dropped, owner, current)
 
@@ -448,6 +460,7 @@ class Engine:
         if not self.optimizers:
             self._judge_without_optimizer(current)
         else:
+            self.zeroing.dropped(self.run.groups)
             tape.judged(keep_alive=True)
 
     def scaler_skipped(self, scaler: Any, optimizer: Any, current: Session) -> None:
@@ -487,6 +500,7 @@ class Engine:
         self.run.told_step, self.run.sample_ids = index, sample_ids
         if not current.tape.backwards:
             with hidden():
+                self.contain(self.zeroing.look, current.tape, self.run.groups)
                 self.contain(current.tape.judged, True)
 
     def check_grad_norms(self) -> bool:

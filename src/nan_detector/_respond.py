@@ -17,6 +17,7 @@ from nan_detector._hit import FINITE_AGAIN, Finding, complete, investigate, new_
 from nan_detector._keeper import Keeper
 from nan_detector._moment import Habits
 from nan_detector._optimizer_events import hyper_event
+from nan_detector._quiet import quiet
 from nan_detector._records import NaNEvent
 from nan_detector._run import Run
 from nan_detector._run_step import Call
@@ -26,6 +27,7 @@ from nan_detector._summary import headline
 from nan_detector._trace import BirthKind
 from nan_detector._trials import with_trials
 from nan_detector._watchers import StepWatch
+from nan_detector._zeroing import Zeroing
 
 T = TypeVar("T")
 
@@ -50,6 +52,8 @@ class Responder:
         self.watch = watch
         self.running: Call | None = None  # the call of `run_step` that is running
         self.raised: Call | None = None  # the last one, if it raised and nothing else was done since
+        self.zeroing = Zeroing()
+        self._not_zeroed = ""  # what is known of the gradients of the step that is explained
         self._habits: dict[int, Habits] = {}
         config = run.config
         self.capsules = Capsules(run, config.log_dir, config.capsule_bytes) if config.capsule else None
@@ -103,6 +107,7 @@ class Responder:
         if self.capsules is not None and (suspicion.losses or suspicion.gradients):
             with current.off():
                 event = replace(event, capsule=self.capsules.begin(event, current.tape))
+        self._not_zeroed = self._about_zeroing(current, optimizer)
         event = self._explained(current, event, suspicion, finding)
         event = replace(event, sample_id=run.ids_of(event.sample_index) or event.sample_id)
         policy = self._policy(event)
@@ -215,7 +220,28 @@ class Responder:
         damage = self._damage_behind(finding)
         if damage is not None:
             return self._complete_damage(event, damage)
+        finding = self._with_zeroing(finding)
         return self._tried(current, self._complete(event, finding), finding)
+
+    def _about_zeroing(self, current: Session, optimizer: Any) -> str:
+        stepped = self.aftermath.stepped(optimizer)
+        pending = current.tape.pending()
+        if stepped is None or stepped.last is None or not pending:
+            return ""
+        with quiet():
+            p = next((p for p in stepped.parameters if p.grad is not None), None)
+            return self.zeroing.note(optimizer, p, stepped.last.position, current.tape, pending[0].number)
+
+    def _with_zeroing(self, finding: Finding) -> Finding:
+        """`finding` with what is known of gradients that nobody has set back."""
+        said, self._not_zeroed = self._not_zeroed, ""
+        if not said:
+            return finding
+        birth = finding.trace.birth if finding.trace is not None else None
+        if finding.trace is None or birth is None:
+            return replace(finding, notes=(*finding.notes, said))
+        note = f"{birth.note}; {said}" if birth.note else said
+        return replace(finding, trace=replace(finding.trace, birth=replace(birth, note=note)))
 
     def _tried(self, current: Session, event: NaNEvent, finding: Finding) -> NaNEvent:
         """The event with its trials. What was found before them is written down first: they take their time."""

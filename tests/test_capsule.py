@@ -61,7 +61,7 @@ def test_a_new_process_finds_the_same_event(
     found = json.loads(done.stdout)
     assert found["same"] and found["differences"] == [] and found["notes"] == []
     again_ = NaNEvent.from_dict(found["event"])
-    same = "op call layer_name module_type location phase cause output inputs spread tensor_name sample_index".split()
+    same = "op call layer_name module_type location phase cause output inputs spread tensor_name trials verdict".split()
     for field in same:
         assert getattr(again_, field) == getattr(event, field), field
 

@@ -169,6 +169,7 @@ def deep(levels: int) -> Any:
         lambda d: calls(d)[0].update(args={"$": "tuple", "v": [{"$": "size", "v": [-1]}]}),
         lambda d: calls(d)[0].update(args=None, kwargs=None),
         lambda d: calls(d)[0].update(kind="exec"),
+        lambda d: calls(d)[0].update(made=2**60),
         lambda d: calls(d)[0].update(kind="root", func={"module": "__class__"}),
         lambda d: calls(d)[0].update(mark={"file": 1, "line": -(2**70), "function": 0, "source_line": ""}),
         lambda d: calls(d)[0].update(autocast=[1, 2]),

@@ -21,11 +21,14 @@ from nan_detector._naming import models_of
 from nan_detector._origin import location_text, name_of_op
 from nan_detector._quiet import quiet
 from nan_detector._records import Location, NaNEvent, OpSeen
+from nan_detector._trials import with_trials
 
 Tensor = torch.Tensor
 
 #: Operations shown before and after the birth.
 BEFORE, AFTER = 10, 5
+#: Seconds that the trials may take.
+TRIALS_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,8 @@ def _event(capsule: Capsule, finding: Finding, rebuilt: Rebuilt) -> NaNEvent:
     )
     with quiet():
         event = complete(event, finding, capsule.history, was.before)
+    if finding.again is not None:
+        event = with_trials(event, finding, TRIALS_S)
     return _with_place(event, rebuilt)
 
 

@@ -6,6 +6,7 @@ Everything here comes from a file that may come from anywhere: each value is che
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,8 @@ from nan_detector._trace import BirthKind
 
 Tensor = torch.Tensor
 
+#: Tensors that one call may have given.
+MAX_MADE = 100_000
 _KINDS = ("call", "root", "backward", "scale")
 
 
@@ -114,6 +117,7 @@ class Rebuilder:
         entry.writes, entry.raised = bool(data.get("writes")), bool(data.get("raised"))
         if kind == "root" or "owner" in data:
             entry.owner = owner if kind == "root" else self._module(data["owner"])
+        entry.made = [_dead] * _small(data.get("made"))
         if "rng" in data:
             entry.rng = self._tensors(data["rng"])
         entry.generators = self._states(data.get("generators", []))
@@ -281,6 +285,16 @@ def _gone(name: str | None) -> Outside:
     return token
 
 
+#: Stands for what a call gave, which is made again.
+_dead: Any = weakref.ref(type("_Nobody", (), {})())
+
+
+def _small(count: object) -> int:
+    if type(count) is int and 0 <= count <= MAX_MADE:
+        return count
+    raise CapsuleError(f"step.json: a call cannot have given {ascii(count)[:40]} tensors.")
+
+
 def _settable(module: torch.nn.Module, name: str) -> bool:
     """True for a plain attribute that the model has already: a capsule adds none, and replaces no method."""
     found = vars(module).get(name, _somewhere)
@@ -351,7 +365,9 @@ def _loss_and_backward(root: Entry, loss: Loss, rebuilt: Rebuilt, wanted: bool) 
 
     root.func = call_model
     tokens = {t.name: t for t in rebuilt.tape.outside.values() if t.name}
+    root.made = root.made or [_dead]
     made = Entry(call_loss, (Made(root, 0), tokens), {}, None, True, root.autocast)
+    made.made = [_dead]
     backward = Entry(torch.Tensor.backward, (Made(made, 0),), {}, None, True, kind="backward")
     return [made, backward]
 

@@ -69,6 +69,7 @@ class TapeWriter:
             "grad": entry.grad_enabled,
             "autocast": encoded(entry.autocast, self._reference, []),
             "mark": _mark(entry.mark),
+            "made": len(entry.made),
         }
         if missing:
             what = self.paths.get(id(entry.func)) or getattr(entry.func, "__name__", "a call")

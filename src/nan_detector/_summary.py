@@ -313,7 +313,7 @@ def _values(event: NaNEvent) -> list[str]:
 
 
 #: What came of the fix is told beside it up to this length.
-_BESIDE_FIX = 60
+_BESIDE_FIX = 70
 
 
 def _is_fix(trial: Trial) -> bool:

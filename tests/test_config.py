@@ -34,6 +34,7 @@ DEFAULTS: dict[str, Any] = {
     "capsule": False,
     "capsule_bytes": 2**30,
     "history": 1000,
+    "history_bytes": 2 * 2**20,
     "max_hold_bytes": 64 * 2**20,
     "replay_budget_s": 60.0,
     "on_event": None,
@@ -205,6 +206,7 @@ def test_the_record_is_frozen():
         ({"max_events": 0}, "max_events=0 must be a whole number of at least 1."),
         ({"max_events": 2.0}, "max_events=2.0 must be a whole number of at least 1."),
         ({"history": True}, "history=True must be a whole number of at least 1."),
+        ({"history_bytes": 0}, "history_bytes=0 must be a whole number of at least 1."),
         ({"max_hold_bytes": -1}, "max_hold_bytes=-1 must be a whole number of at least 0."),
         (
             {"skip_types": ("Dropout",)},

@@ -16,6 +16,7 @@ SOURCE = Path(nan_detector.__file__).parent
 
 PROMISED = {
     "Cause",
+    "Cost",
     "GradEvent",
     "Hazard",
     "Location",

@@ -104,6 +104,7 @@ TABLE = (
             "_looks",
             "_zeroing",
             "_scaled_clip",
+            "_held",
             "_hit",
             "_hyper",
             "_isolate",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from nan_detector._guard import train_with_nan_guard, watch_for_nans
     from nan_detector._records import (
         Cause,
+        Cost,
         GradEvent,
         Hazard,
         Location,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cause",
+    "Cost",
     "GradEvent",
     "Hazard",
     "Location",
@@ -62,6 +64,7 @@ __all__ = [
 # A second copy of the imports above, which a test compares: type checkers read those, Python these.
 _HOME = {
     "Cause": "_records",
+    "Cost": "_records",
     "GradEvent": "_records",
     "Hazard": "_records",
     "Location": "_records",

@@ -93,6 +93,11 @@ class Aftermath:
         #: Optimizers whose step has begun and was not looked at afterwards: it is running, or it raised.
         self.unchecked: set[int] = set()
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the copies that `protect="full"` keeps, in bytes."""
+        return sum(shadow.nbytes for shadow in self._shadows.values())
+
     # -- before a step -------------------------------------------------------------------------------------------------
 
     def shadow(self, optimizer: Any) -> None:

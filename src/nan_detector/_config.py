@@ -74,6 +74,7 @@ class Config:
     capsule: bool
     capsule_bytes: int
     history: int
+    history_bytes: int
     max_hold_bytes: int
     replay_budget_s: float
     on_event: Callable[[NaNEvent], object] | None
@@ -102,6 +103,7 @@ def build_config(
     capsule: bool,
     capsule_bytes: int,
     history: int,
+    history_bytes: int,
     max_hold_bytes: int,
     replay_budget_s: float,
     on_event: Callable[[NaNEvent], object] | None,
@@ -133,6 +135,7 @@ def build_config(
         capsule=_boolean("capsule", capsule),
         capsule_bytes=_count("capsule_bytes", capsule_bytes),
         history=_count("history", history),
+        history_bytes=_count("history_bytes", history_bytes),
         max_hold_bytes=_count("max_hold_bytes", max_hold_bytes, least=0),
         replay_budget_s=_positive("replay_budget_s", replay_budget_s, allow_inf=True),
         on_event=_callback("on_event", on_event),

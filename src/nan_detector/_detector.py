@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import statistics
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,10 +19,11 @@ from nan_detector._book import Book
 from nan_detector._config import PolicyOption, build_config
 from nan_detector._engine import Engine
 from nan_detector._errors import NotAttachedError
+from nan_detector._held import Held, held
 from nan_detector._ledger import Ledger
 from nan_detector._naming import models_of
 from nan_detector._recorder import History, Recorder
-from nan_detector._records import GradEvent, Hazard, NaNEvent, RunRecord, StateProblem, WarningRecord
+from nan_detector._records import Cost, GradEvent, Hazard, NaNEvent, RunRecord, StateProblem, WarningRecord
 from nan_detector._session import session
 from nan_detector._state import is_replaying, logger, switched_off
 from nan_detector._state_check import first_problem
@@ -31,9 +33,6 @@ if TYPE_CHECKING:
     from nan_detector._session import Session
 
 T = TypeVar("T")
-
-#: Signature of NaNDetector that later releases fill: asking for one of these is an error, never ignored.
-_LATER = ("cost",)
 
 
 class NaNDetector:
@@ -77,7 +76,8 @@ class NaNDetector:
             alone as a program. It goes to ``capsules`` in `log_dir`, or in a new folder in ``nan-detector-runs``;
             `NaNEvent.capsule` is its path. At most 8 are kept in one folder. See `docs/capsule.md`.
         capsule_bytes: Bytes of tensors in one capsule; of weights that do not fit there are statistics.
-        history: Rows of the flight recorder (bounded by 2 MiB as well).
+        history: Rows of the flight recorder.
+        history_bytes: Bytes of device memory that these rows may take: with many layers there are fewer of them.
         max_hold_bytes: Bytes of tensors from outside the step that are kept beyond the batch.
         replay_budget_s: Seconds a replay may take.
         on_event: Called with each final `NaNEvent`.
@@ -115,6 +115,7 @@ class NaNDetector:
         capsule: bool = False,
         capsule_bytes: int = 2**30,
         history: int = 1000,
+        history_bytes: int = 2 * 2**20,
         max_hold_bytes: int = 64 * 2**20,
         replay_budget_s: float = 60.0,
         on_event: Callable[[NaNEvent], object] | None = None,
@@ -142,6 +143,7 @@ class NaNDetector:
             capsule=capsule,
             capsule_bytes=capsule_bytes,
             history=history,
+            history_bytes=history_bytes,
             max_hold_bytes=max_hold_bytes,
             replay_budget_s=replay_budget_s,
             on_event=on_event,
@@ -155,6 +157,7 @@ class NaNDetector:
         self._book: Book | None = None
         self._recorder: Recorder | None = None
         self._overheads: Iterable[float] = ()
+        self._steps = 0  # of the watch that ended last
         self._hazards: list[Hazard] = []
         self._optimizers: list[weakref.ref[Any]] = []
         self._ledger = Ledger()
@@ -171,7 +174,7 @@ class NaNDetector:
             self.detach()
         if switched_off():
             self._book, self._recorder = Book(replace(self._config, log_dir=None)), Recorder(self._config.history)
-            self._ledger = Ledger()
+            self._ledger, self._overheads, self._steps = Ledger(), (), 0
             return self
         self._book = Book(self._config)
         self._book.write(self._run_record())
@@ -197,6 +200,7 @@ class NaNDetector:
             engine.close(current, error)
         finally:
             self._hazards = engine.hazards.found
+            self._steps = engine.run.groups
             self._optimizers = [weakref.ref(o) for o in engine.known_optimizers()]
             _patches.unregister(engine)
             if self._finalizer is not None:
@@ -371,6 +375,35 @@ class NaNDetector:
         spent = list(self._overheads)
         return sum(spent) / len(spent) if spent else 0.0
 
+    def cost(self) -> Cost:
+        """What the watch costs: time per step, and the memory that it holds now.
+
+        Reads no tensor. After `detach` the time is that of the whole watch, and only the flight recorder is still held.
+
+        Raises:
+            NotAttachedError: The detector was never attached.
+        """
+        if self._recorder is None:
+            raise NotAttachedError("cost needs a watch to tell of: use `with NaNDetector(model) as det:`.")
+        engine, current = self._engine, self._session
+        if engine is not None and current is not None:
+            self._steps = engine.run.groups
+            bytes_ = held(engine, current)
+        else:
+            bytes_ = Held(recorder=self._recorder.nbytes)
+        spent = list(self._overheads)
+        return Cost(
+            steps=self._steps,
+            mean_ms=statistics.fmean(spent) if spent else 0.0,
+            median_ms=statistics.median(spent) if spent else 0.0,
+            max_ms=max(spent, default=0.0),
+            recorder_bytes=bytes_.recorder,
+            moment_bytes=bytes_.moments,
+            tape_bytes=bytes_.tape,
+            snapshot_bytes=bytes_.snapshots,
+            shadow_bytes=bytes_.shadows,
+        )
+
     @property
     def history(self) -> History:
         """The flight recorder: column names and NumPy arrays, one row per step.
@@ -381,11 +414,6 @@ class NaNDetector:
         if self._recorder is None:
             raise NotAttachedError("history is empty before the first attach(): use `with NaNDetector(model) as det:`.")
         return self._recorder.history()
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _LATER:
-            raise NotImplementedError(f"{name}() is not available in this release.")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _events(self) -> list[NaNEvent]:
         return [] if self._book is None else self._book.events

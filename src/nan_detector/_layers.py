@@ -64,6 +64,11 @@ class Layers:
                     module.register_forward_pre_hook(LayerHook(self, f"{path} input", before=True), with_kwargs=True)
                 )
 
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the extremes, in bytes."""
+        return 0 if self._extremes is None else self._extremes.untyped_storage().nbytes()
+
     def remove(self) -> None:
         """Take every hook off."""
         for handle in [*self._handles, *self._grads]:

@@ -397,6 +397,49 @@ class StateProblem(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class Cost(Record):
+    """What a watch costs: what `cost()` gives.
+
+    Times are per step, over the last 1000 steps: what the detector's own work took, without what its hooks make the
+    rest wait. Memory is what is held at the moment: `recorder_bytes` by the flight recorder and the places that layers
+    are measured into, `moment_bytes` by the kept starts of model calls (their inputs, random states, copied buffers),
+    `tape_bytes` by other tensors from outside the step, `snapshot_bytes` by the state that "rollback" goes back to,
+    `shadow_bytes` by the copies of `protect="full"`. Inputs that the program holds as well are counted all the same.
+    """
+
+    derived: ClassVar[tuple[str, ...]] = ("held_bytes",)
+
+    steps: int
+    mean_ms: float = _float()
+    median_ms: float = _float()
+    max_ms: float = _float()
+    recorder_bytes: int = 0
+    moment_bytes: int = 0
+    tape_bytes: int = 0
+    snapshot_bytes: int = 0
+    shadow_bytes: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """All of it together."""
+        return self.recorder_bytes + self.moment_bytes + self.tape_bytes + self.snapshot_bytes + self.shadow_bytes
+
+    def __str__(self) -> str:
+        held = {
+            "recorder": self.recorder_bytes,
+            "model calls": self.moment_bytes,
+            "tape": self.tape_bytes,
+            "snapshots": self.snapshot_bytes,
+            "shadows": self.shadow_bytes,
+        }
+        parts = ", ".join(f"{name} {size:,} B" for name, size in held.items() if size) or "nothing"
+        return (
+            f"{self.steps} steps, {self.mean_ms:.3f} ms each (median {self.median_ms:.3f}, most {self.max_ms:.3f}); "
+            f"held: {parts}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class LayerPeak(Record):
     """The largest magnitude in what a layer put out, and the largest finite number of its dtype, where known."""
 

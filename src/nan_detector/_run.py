@@ -34,7 +34,7 @@ class Run:
     def __init__(self, models: dict[str, torch.nn.Module], config: Config, book: Book) -> None:
         self.config = config
         self.book = book
-        self.recorder = Recorder(config.history)
+        self.recorder = Recorder(config.history, config.history_bytes)
         self.ledger = Ledger()
         self.lock = threading.RLock()
         self.told_step: int | None = None

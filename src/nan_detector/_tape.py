@@ -95,6 +95,11 @@ class Outside:
         return self.tensor if self.snapshot is None else self.snapshot
 
     @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """What it keeps alive: the tensor, unless that is left to the program, and the copy of its earlier values."""
+        return tuple(t for t in (self._held, self.snapshot) if t is not None)
+
+    @property
     def changed(self) -> bool:
         """True when the tensor was written in place since and no copy of the earlier value was kept."""
         if self.snapshot is not None or self.version < 0 or self.gone:

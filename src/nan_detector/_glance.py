@@ -14,15 +14,19 @@ from typing import Any
 
 import torch
 
-from nan_detector._gate import FEW, Reading
+from nan_detector._gate import Reading
 from nan_detector._hyper import bad_hyperparameter
 from nan_detector._layers import Layers
+from nan_detector._norms import MANY, fused
 from nan_detector._quiet import quiet
 from nan_detector._records import StepRow
 from nan_detector._run import Run
 from nan_detector._stepped import Stepped
 
 Tensor = torch.Tensor
+
+#: Gradients whose norms are all read: of more, their total and the largest.
+MOST = 4096
 
 _NoTorchFunction = torch._C.DisableTorchFunction
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -93,7 +97,7 @@ def _measured(
     """The reading, and the largest magnitude of each layer; no reading where anything is unusual."""
     grads = [g for p in stepped.parameters if (g := p.grad) is not None]
     count = len(grads)
-    if not 0 < count <= FEW or count != len(stepped.names) or loss.dim() or loss.is_complex():
+    if not 0 < count <= MOST or count != len(stepped.names) or loss.dim() or loss.is_complex():
         return _NOT
     extremes, width = None, 0
     if layers is not None:
@@ -109,11 +113,14 @@ def _measured(
             row = run.recorder.next_row(names, loss)
             if row is None:
                 return _NOT
-            if extremes is None:
-                _stack([loss, *_foreach_norm(grads, 2, dtype=torch.float32)], out=row)
-            else:
+            part = row
+            if extremes is not None:
                 torch.amax(extremes.abs(), 1, out=row[:width])
-                _stack([loss, *_foreach_norm(grads, 2, dtype=torch.float32)], out=row[width:])
+                part = row[width:]
+            if count < MANY:
+                _stack([loss, *_foreach_norm(grads, 2, dtype=torch.float32)], out=part)
+            else:
+                torch.cat([loss.reshape(1), fused(grads, torch.float32)], out=part)
             values: list[float] = (row if state is None else torch.cat([row, state])).tolist()
             norms = values[width + 1 : width + 1 + count]
             largest = max(norms)

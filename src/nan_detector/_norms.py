@@ -16,7 +16,7 @@ from nan_detector._quiet import quiet
 from nan_detector._values import PLAIN, local_part, real_values
 
 #: From this many tensors on a CPU, copying the small ones side by side is cheaper than one call for each.
-_MANY = 32
+MANY = 32
 #: Elements of a tensor that is copied, and of all that are copied at a time: what fits in a cache.
 _SMALL, _TOGETHER = 4096, 2**18
 #: Tensors of one shape that are worth a copy.
@@ -44,14 +44,14 @@ def norms(grads: Sequence[Tensor]) -> Tensor:
             parts = [local_part(g) for g in parts]
         if PLAIN.issuperset(map(type, parts)):
             try:
-                return _fused(parts, _accumulator(parts[0]))
+                return fused(parts, _accumulator(parts[0]))
             except (RuntimeError, TypeError):  # a mixture: of layouts, complex and real, double and single, devices
                 pass
         nothing = torch.empty(0, dtype=torch.float32, device=parts[0].device)
         values = [nothing if v is None else v for v in map(real_values, parts)]
         dtype = _accumulator(*parts, *values)
         try:
-            return _fused(values, dtype)
+            return fused(values, dtype)
         except (RuntimeError, TypeError):
             return _one_by_one(values, dtype)
 
@@ -60,9 +60,18 @@ def _accumulator(*values: Tensor) -> torch.dtype:
     return torch.float64 if any(v.dtype is torch.float64 for v in values) else torch.float32
 
 
-def _fused(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
+def fused(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """`norms` of plain tensors, for a caller that is `quiet` already.
+
+    Args:
+        grads: At least one tensor.
+        dtype: What the squares are added up in.
+
+    Raises:
+        RuntimeError: A mixture of layouts or devices, complex and real, double and single.
+    """
     # Of halves this dtype is wide enough; to narrow doubles to it is an error, so that none can overflow unseen.
-    if len(grads) >= _MANY and grads[0].is_cpu:
+    if len(grads) >= MANY and grads[0].is_cpu:
         plan = _plan(grads)
         if plan.stacks:
             parts = []

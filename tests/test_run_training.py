@@ -256,7 +256,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("bad", [-1, 2])
+@pytest.mark.parametrize("bad", [pytest.param(-1, marks=pytest.mark.campaign), 2])
 def test_torchrun(bad: int, tmp_path: Path):
     (tmp_path / "train.py").write_text(RANKS)
     launch = ("-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone")

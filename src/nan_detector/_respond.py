@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -38,6 +39,8 @@ _STALE = (
     "other code (is optimizer.zero_grad() called in every step?)"
 )
 _LOOK_UPS = ("embedding", "embedding_bag", "index", "index_select", "gather")
+#: Times that trials are made of the same story: a run that skips a bad batch in every epoch need not be slower for it.
+TRIED_AT_MOST = 3
 #: Rows of the flight recorder that an event is explained from.
 ROWS = 200
 
@@ -55,6 +58,7 @@ class Responder:
         self.zeroing = Zeroing()
         self._not_zeroed = ""  # what is known of the gradients of the step that is explained
         self._habits: dict[int, Habits] = {}
+        self._told: Counter[Any] = Counter()  # how often each story was tried
         config = run.config
         self.capsules = Capsules(run, config.log_dir, config.capsule_bytes) if config.capsule else None
 
@@ -247,6 +251,9 @@ class Responder:
         """The event with its trials. What was found before them is written down first: they take their time."""
         if finding.again is None:
             return event
+        told, self._told[_story(event)] = self._told[_story(event)], self._told[_story(event)] + 1
+        if told >= TRIED_AT_MOST:
+            return replace(event, notes=(*event.notes, f"not tried: the same was tried {told} times in this run"))
         self.run.book.located(event)
         compiled = current.compiled_after >= current.tape.boundary
         with current.off(), self.watch.at_rest():
@@ -413,3 +420,9 @@ class Responder:
         finally:
             self.running = outer
         return out
+
+
+def _story(event: NaNEvent) -> Hashable:
+    """What two events have in common that tell the same."""
+    cause = event.cause.code if event.cause is not None else None
+    return event.phase, event.op, event.layer_name, event.location, event.tensor_name, cause

@@ -18,6 +18,7 @@ from nan_detector._records import Location, NaNEvent, Site, TensorStats, Trial
 from nan_detector._source import source_context
 from nan_detector._source_text import clean
 from nan_detector._summary_loss import term_lines
+from nan_detector._verdict import shown_by
 
 #: Label of the row that holds source lines. Renderers show its lines two columns further left, without the label.
 SOURCE = "source"
@@ -56,10 +57,10 @@ _VERDICTS = {
 #: Names of trials for a person, and those whose detail is the whole answer.
 _TRIALS = {
     "again": "again",
-    "eager": "nothing compiled",
+    "eager": "with nothing compiled",
     "float32": "in float32",
     "float64": "in float64",
-    "loss_scale_1": "loss scale 1",
+    "loss_scale_1": "at loss scale 1",
     "finite_state": "with finite state",
     "finite_data": "with finite data",
     "samples": "samples",
@@ -167,7 +168,7 @@ def rows(event: NaNEvent) -> tuple[Row, ...]:
         ("values", _values(event) if unexplained else ()),
         ("fix", _fix(event)),
         ("tried", _joined_if_short([_trial(t) for t in event.trials if not _is_fix(t)])),
-        ("verdict", [_VERDICTS.get(event.verdict, "")]),
+        ("verdict", [_verdict(event)]),
         ("terms", term_lines(event.loss_terms, place)),
         ("spread", [_spread(event)]),
         ("before", _joined_if_short(event.before)),
@@ -343,6 +344,15 @@ def _outcome_of_fix(trial: Trial) -> str:
 def trial_name(trial: Trial) -> str:
     """What was changed, in words."""
     return _TRIALS.get(trial.name, trial.name.replace("_", " "))
+
+
+def _verdict(event: NaNEvent) -> str:
+    """What the verdict means, and what was tried that shows it (the fix has a row of its own)."""
+    said = _VERDICTS.get(event.verdict, "")
+    shown = shown_by(event)
+    if shown is None or shown.name in _TOLD_IN_FULL or _is_fix(shown):
+        return said
+    return f"{said} (tried {_TRIALS[shown.name]})" if said and shown.name in _TRIALS else said
 
 
 def _trial(trial: Trial) -> str:

@@ -253,7 +253,9 @@ class Responder:
             return event
         told, self._told[_story(event)] = self._told[_story(event)], self._told[_story(event)] + 1
         if told >= TRIED_AT_MOST:
-            return replace(event, notes=(*event.notes, f"not tried: the same was tried {told} times in this run"))
+            return replace(
+                event, notes=(*event.notes, f"not tried: the same was tried {TRIED_AT_MOST} times in this run")
+            )
         self.run.book.located(event)
         compiled = current.compiled_after >= current.tape.boundary
         with current.off(), self.watch.at_rest():

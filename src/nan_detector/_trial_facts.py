@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from nan_detector._again import Again
+from nan_detector._change import Change
 from nan_detector._lineage import key_of
 from nan_detector._naming import Names
 from nan_detector._quiet import quiet
@@ -59,39 +60,56 @@ def is_of_batch(t: Tensor, size: int) -> bool:
 
 
 def batch_of(again: Again, micro_step: int) -> Batch:
-    """The batch of one backward pass of the step."""
+    """The batch of one backward pass of the step; of a tape without its size, which a run tells."""
     if again.call is not None:
         tape = Tape()
         tape.unbounded = True
         with quiet():
             given = tokens_in((tape.encode(again.call.args), tape.encode(again.call.kwargs)))
             found = [t.tensor for t in given if isinstance(t, Outside) and not _is_models(t, again.names)]
-        size = _size_of(found)
+        size = _commonest((t.shape[0], t.numel()) for t in found if t.layout is torch.strided and t.dim())
         return Batch(size, uncut="" if found else _ELSEWHERE)
     entries = list(again.entries)
     fixed = frozenset(t.ident for e in entries for t in _outside(e) if not t.gone and _is_models(t, again.names))
+    if any(t.gone for e in entries for t in _outside(e)):
+        return Batch(uncut=_LOST)
     prepared = _prepared(entries, fixed)
-    users = _of_micro_step(entries, micro_step) - prepared
-    batch = Batch(0, users, prepared, fixed)
-    found = []
-    for e in users:
-        for t in tokens_in((e.args, e.kwargs)):
-            if not batch.is_cut(t, e):
-                continue
-            if isinstance(t, Outside) and t.gone:
-                return Batch(uncut=_LOST)
-            value = t.tensor if isinstance(t, Outside) else t.entry.made[t.position]()
-            if value is not None:
-                found.append(value)
-    return replace(batch, size=_size_of(found))
+    return Batch(0, _of_micro_step(entries, micro_step) - prepared, prepared, fixed)
 
 
-def _size_of(tensors: Iterable[Tensor]) -> int:
-    """The first dimension that most of them have; of several, that of the largest tensor."""
-    found = {id(t): t for t in tensors if t.layout is torch.strided and t.dim()}.values()
-    lengths = Counter(t.shape[0] for t in found)
-    largest = {n: max(t.numel() for t in found if t.shape[0] == n) for n in lengths}
-    return max(lengths, key=lambda n: (lengths[n], largest[n]), default=0)
+def cut_early(batch: Batch, again: Again) -> Batch | None:
+    """`batch` cut before its preparation, for a birth within that; None where there is none to be cut before."""
+    makers = frozenset(e for e in batch.prepared if e.writes or next(tokens_in((e.args, e.kwargs)), None) is None)
+    if again.call is not None or makers == batch.prepared:
+        return None
+    return replace(batch, users=batch.users | (batch.prepared - makers), prepared=makers)
+
+
+class Measuring(Change):
+    """Nothing is different; the sizes of what may be part of the batch are noted."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__()
+        self.batch = batch
+        self._seen: dict[int, tuple[int, int]] = {}
+
+    def given(self, t: Tensor, token: Made | Outside, entry: Entry) -> Tensor:
+        if self.batch.is_cut(token, entry) and t.layout is torch.strided and t.dim():
+            self._seen[id(token)] = t.shape[0], t.numel()
+        return t
+
+    @property
+    def measured(self) -> Batch:
+        """The batch with its size: the first dimension that most have; of several, that of the largest."""
+        if self.batch.size:
+            return self.batch
+        return replace(self.batch, size=_commonest(self._seen.values()))
+
+
+def _commonest(sizes: Iterable[tuple[int, int]]) -> int:
+    sizes = list(sizes)
+    lengths = Counter(n for n, _ in sizes)
+    return max(lengths, key=lambda n: (lengths[n], max(numel for m, numel in sizes if m == n)), default=0)
 
 
 def _is_models(token: Outside, names: Names) -> bool:

@@ -93,9 +93,9 @@ def plan(birth: Birth | None, reproduced: Reproduced, facts: Facts) -> tuple[Pla
     chosen.append(Planned(FIX, "Does the proposed fix keep the step finite?"))
     if birth.kind not in _COMPUTED:
         return tuple(chosen)
-    if facts.half:
+    if facts.half or _is_half(birth):
         chosen.append(Planned(FLOAT32, "Is the step finite in float32, without autocast?"))
-    if not facts.half or not _is_half(birth):
+    if not _is_half(birth):
         chosen.append(Planned(FLOAT64, "Is the step finite in float64?", facts.no_float64))
     if facts.scaled:
         chosen.append(Planned(UNSCALED, "Is the step finite at a loss scale of 1?"))

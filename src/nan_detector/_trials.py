@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -20,7 +21,7 @@ from nan_detector._samples import sample_ids
 from nan_detector._state import logger, strict
 from nan_detector._trace import Birth
 from nan_detector._trial_changes import FiniteData, FiniteState, Part, Unscaled, Widened
-from nan_detector._trial_facts import Batch, batch_of, facts_of
+from nan_detector._trial_facts import Batch, Measuring, batch_of, cut_early, facts_of
 from nan_detector._trial_fix import try_remedies
 from nan_detector._trial_plan import (
     AGAIN,
@@ -127,13 +128,17 @@ def with_trials(event: NaNEvent, finding: Finding, budget_s: float, compiled_aft
 def _tried(event: NaNEvent, finding: Finding, again: Again, budget_s: float, compiled_after: bool) -> NaNEvent:
     birth = finding.trace.birth if finding.trace is not None else None
     batch = batch_of(again, finding.micro_step)
-    facts = facts_of(again, batch, compiled_after)
-    lab = Lab(again, event, birth, facts, batch, min(budget_s, _patience_of_others()))
+    lab = Lab(again, event, birth, Facts(), batch, min(budget_s, _patience_of_others()))
+    if finding.reproduced != "not_tried" and not again.opaque:
+        measuring = Measuring(batch)
+        lab.run(measuring, checksum=True)
+        lab.batch = measuring.measured
+    lab.facts = facts = facts_of(again, lab.batch, compiled_after)
     trials = _run_all(lab, plan(birth, finding.reproduced, facts))
     judged = verdict(birth, event.cause, trials, finding.reproduced)
     event = replace(event, trials=trials, verdict=judged)
     if lab.rows and not event.sample_index and len(lab.rows) <= MAX_NAMED:
-        ids = sample_ids(again.names, again.entries, lab.rows, batch.size, event.tensor_name or "")
+        ids = sample_ids(again.names, again.entries, lab.rows, lab.batch.size, event.tensor_name or "")
         event = replace(event, sample_index=lab.rows, sample_id=ids)
     return event
 
@@ -181,7 +186,7 @@ def _patience_of_others() -> float:
 
 
 def _again(lab: Lab, planned: Planned) -> Trial:
-    first = lab.run(Change(), checksum=True)
+    first = lab.first or lab.run(Change(), checksum=True)
     if first.finite is None:
         return _told(planned, first)
     second = lab.run(Change(), checksum=True)
@@ -236,13 +241,17 @@ def _samples(lab: Lab, planned: Planned) -> Trial:
         fits = bool(birth.output is not None and birth.output.shape[:1] == (batch.size,))
         suspects = rows if fits and len(rows) < MAX_NAMED else ()
 
-    def bad(rows: Rows) -> bool:
+    def bad(rows: Rows, batch: Batch = batch) -> bool:
         outcome = lab.run(Part(rows, batch))
         if outcome.finite is None:
             raise Untold(f"on part of the batch {outcome.error}")
         return not outcome.finite
 
     found = find_guilty(batch.size, suspects, bad)
+    early = cut_early(batch, lab.again) if found.everywhere else None
+    if early is not None:
+        # Perhaps it is born where the batch is prepared, before it was cut.
+        found = find_guilty(batch.size, (), partial(bad, batch=early))
     lab.rows = found.rows
     caveat = "; BatchNorm's statistics change with the batch" if lab.facts.batch_norm else ""
     return Trial(planned.name, planned.question, found.finite_without, found.shown + caveat)

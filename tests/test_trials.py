@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import _sacred  # noqa: F401  # makes PyTorch wrap its optimizers before a test is held against how they were
 from nan_detector import NaNDetector, NaNEvent, Trial, _trials
 from nan_detector._again import Again
 from nan_detector._change import Change

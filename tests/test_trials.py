@@ -163,6 +163,7 @@ def test_autocast_is_left_out(whole: bool, inside: bool):
     assert (event.op, event.verdict) == ("mm", "precision")
     assert tried(event, "float32").finite is True
     assert tried(event, "float32").detail.startswith("loss ")
+    assert "precision: a wider number format keeps the step finite (tried in float32)" in str(event)
     assert "float64" not in [t.name for t in event.trials]
 
 
@@ -216,8 +217,8 @@ def test_digits_lost_in_float32_are_there_in_float64(whole: bool):
     event = train(Net(spread_of), far_away(), whole=whole)
     assert event.op == "sqrt"
     assert tried(event, "float64").finite is True
-    assert event.verdict == "precision"
-    assert "precision: a wider number format keeps the step finite (tried in float64)" in str(event)
+    assert event.verdict == "formula"  # a fix in the same format says more
+    assert tried(event, "fix").finite is True
 
 
 def test_what_is_negative_stays_so_in_float64():
@@ -719,7 +720,7 @@ def test_what_the_step_prints_is_printed_by_the_step_alone(capsys: pytest.Captur
         return torch.sqrt(x)
 
     event = train(Net(loud), data())
-    assert len(event.trials) == 3
+    assert len(event.trials) >= 3
     assert capsys.readouterr().out.split() == ["called"] * 6  # five steps and the replay
 
 
@@ -734,7 +735,7 @@ def test_other_threads_print_during_a_trial(monkeypatch: pytest.MonkeyPatch):
         return torch.sqrt(x)
 
     event = train(Net(from_elsewhere), data())
-    assert len(event.trials) == 3
+    assert len(event.trials) >= 3
     assert out.getvalue().count("elsewhere") > 6
     assert sys.stdout is out
 

@@ -44,6 +44,8 @@ from nan_detector._verdict import verdict
 
 #: Trials may take this many times what one bare run of the step takes.
 MAX_RUNS = 20
+#: Or this many seconds, where a step takes so little that nobody would notice.
+UNNOTICED_S = 1.0
 
 
 class Spent(Exception):
@@ -84,7 +86,7 @@ class Lab:
     @property
     def left(self) -> float:
         """Seconds that are left."""
-        budget = min(self.budget_s, MAX_RUNS * self.unit) if self.unit else self.budget_s
+        budget = min(self.budget_s, max(MAX_RUNS * self.unit, UNNOTICED_S)) if self.unit else self.budget_s
         return self.begun + budget - time.perf_counter()
 
     def run(self, change: Change, *, checksum: bool = False) -> Outcome:

@@ -16,7 +16,7 @@ import torch
 
 from nan_detector._errors import ReplayRefused
 from nan_detector._python_state import MACHINERY, PythonState, is_iterator
-from nan_detector._session import restore_rng, rng_state
+from nan_detector._rng import restore_rng, rng_state
 
 Tensor = torch.Tensor
 

@@ -26,7 +26,7 @@ from nan_detector._moment import Moment, Snapshot, is_passive_buffer, restore
 from nan_detector._naming import Names, is_made, is_move
 from nan_detector._patches import ReplayEnds
 from nan_detector._quiet import quiet
-from nan_detector._session import restore_rng, rng_state
+from nan_detector._rng import restore_rng, rng_state
 from nan_detector._state import replaying
 from nan_detector._tape import Entry, Made, Outside, Packed, tensors_in, tokens_in
 from nan_detector._trace import BirthKind

@@ -20,7 +20,7 @@ import torch
 from nan_detector import _finite
 from nan_detector._moment import MAX_COPIED, frozen_copy, own_attributes, restore_attribute
 from nan_detector._quiet import quiet
-from nan_detector._session import restore_rng, rng_state
+from nan_detector._rng import restore_rng, rng_state
 
 Tensor = torch.Tensor
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nan_detector._moment import Habits, Moment
-from nan_detector._patches import see_compiled
+from nan_detector._patched_compile import see_compiled
 from nan_detector._quiet import quiet
 from nan_detector._session import Session, session
 from nan_detector._source import Mark, here

@@ -20,11 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 from nan_detector import _finite
 from nan_detector._calls import CallKind, kind_of, public_name
-from nan_detector._lineage import key_of
 from nan_detector._quiet import hidden, quiet
+from nan_detector._rng import rng_state
 from nan_detector._source import Mark, here, here_and_module
 from nan_detector._state import BUG, is_replaying, logger, strict
 from nan_detector._tape import Entry, Made, Outside, Tape, Tensor, autocast_state, tensors_in, tokens_in
+from nan_detector._written_weights import parameter_behind, weights_behind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,8 +38,6 @@ _push_on_stack = torch._C._push_on_torch_function_stack
 _any_autocast = torch._C._is_any_autocast_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_grad_enabled = torch.is_grad_enabled
-_cuda_in_use: Callable[[], bool] = torch.cuda.is_initialized
-_get_rng_state: Callable[[], Tensor] = torch.default_generator.get_state
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 
@@ -540,37 +539,6 @@ class Session:
             self.failed(bug)
 
 
-def weights_behind(tape: Tape, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The parameters that an in-place call writes into; none where it writes into anything else as well."""
-    if getattr(func, "__name__", "") in ("__set__", "__delete__"):
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        if attribute != "data":
-            return []
-    targets = [*tensors_in(args[:1]), *tensors_in(kwargs.get("out"))]
-    found = [parameter_behind(tape, t) for t in targets]
-    return [] if None in found else found  # type: ignore[return-value]  # None was ruled out
-
-
-def parameter_behind(tape: Tape, t: Tensor) -> Tensor | None:
-    """The parameter that `t` is, or is a view or the `.data` of."""
-    if isinstance(t, torch.nn.Parameter):
-        return t
-    if isinstance(t._base, torch.nn.Parameter):
-        return t._base
-    entry = tape.made_by(t)
-    while entry is not None and entry.args:
-        source = entry.args[0]
-        if isinstance(source, Outside):
-            p = None if source.gone else source.tensor
-            return p if isinstance(p, torch.nn.Parameter) and p.data_ptr() <= t.data_ptr() and _shares(p, t) else None
-        entry = source.entry if isinstance(source, Made) else None
-    return None
-
-
-def _shares(a: Tensor, b: Tensor) -> bool:
-    return key_of(a) == key_of(b) != 0
-
-
 def scale(outputs: Any, factor: Tensor) -> Any:
     """What a GradScaler's `scale` computes."""
     if isinstance(outputs, Tensor):
@@ -595,20 +563,6 @@ def _roots_of_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterabl
     if args:
         return tensors_in(args[0])
     return tensors_in(kwargs.get("self", kwargs.get("tensors")))
-
-
-def rng_state() -> tuple[Tensor, ...]:
-    """States of torch's default generators: the CPU's, then those of the CUDA devices in use."""
-    if _cuda_in_use():
-        return (_get_rng_state(), *torch.cuda.get_rng_state_all())
-    return (_get_rng_state(),)
-
-
-def restore_rng(states: tuple[Tensor, ...]) -> None:
-    """Set torch's default generators to `states` as `rng_state` gave them."""
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state_all(list(states[1:]))
 
 
 class _Local(threading.local):

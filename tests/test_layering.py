@@ -119,6 +119,7 @@ TABLE = (
             "_naming",
             "_opinfo",
             "_optimizer_events",
+            "_optimizers",
             "_origin",
             "_patched",
             "_patched_apply",

@@ -25,6 +25,7 @@ from _trainings import dropout_and_batch_norm, every_random_stream
 from nan_detector import NaNDetector, NonFiniteError
 from nan_detector._engine import Engine
 from nan_detector._judge import Judge
+from nan_detector._optimizers import Optimizers
 from nan_detector._roots import Roots
 from nan_detector._session import Session
 from nan_detector._tape import Tape
@@ -287,7 +288,7 @@ def _broken(*_: Any, **__: Any) -> Any:
 INNARDS: list[tuple[Any, str, int]] = [
     (Engine, "_judge", 0),
     (Engine, "_gate", 0),
-    (Engine, "_stepped", 0),
+    (Optimizers, "of", 0),
     (Engine, "_ordinary_step", 2),
     (Engine, "_end_of_step", 2),
     (Judge, "judge", 0),

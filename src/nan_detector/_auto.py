@@ -211,11 +211,11 @@ class AutoWatch:
     def _end_of_the_last(self) -> None:
         """The detector at work ends when all that it watched training is over and done with."""
         engine = self.detector._engine if self.detector is not None else None
-        if self.detector is None or engine is None or not engine.has_stepped:
+        if self.detector is None or engine is None or not engine.optimizers.any_stepped:
             return
-        if engine.known_optimizers():
+        if engine.optimizers.alive():
             gc.collect()  # an optimizer and its scheduler hold each other
-        if not engine.known_optimizers():
+        if not engine.optimizers.alive():
             self._steps_before = engine.run.groups
             self.detector.detach()
             self._thread = None

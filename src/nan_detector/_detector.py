@@ -201,7 +201,7 @@ class NaNDetector:
         finally:
             self._hazards = engine.hazards.found
             self._steps = engine.run.groups
-            self._optimizers = [weakref.ref(o) for o in engine.known_optimizers()]
+            self._optimizers = [weakref.ref(o) for o in engine.optimizers.alive()]
             _patches.unregister(engine)
             if self._finalizer is not None:
                 self._finalizer.detach()
@@ -320,7 +320,7 @@ class NaNDetector:
             None where all is finite.
         """
         if self._engine is not None:
-            self._optimizers = [weakref.ref(o) for o in self._engine.known_optimizers()]
+            self._optimizers = [weakref.ref(o) for o in self._engine.optimizers.alive()]
         optimizers = [o for ref in self._optimizers if (o := ref()) is not None]
         return first_problem(self._models, optimizers, self._config.also_watch)
 

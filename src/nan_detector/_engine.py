@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -22,13 +18,14 @@ from nan_detector._errors import NonFiniteError
 from nan_detector._hazards import Hazards, Judged
 from nan_detector._judge import Judge, parameters_with_gradients
 from nan_detector._keeper import Keeper
+from nan_detector._optimizers import Optimizers, is_within_step
 from nan_detector._peaks import Peaks
 from nan_detector._quiet import hidden
 from nan_detector._respond import Responder
 from nan_detector._roots import Roots
 from nan_detector._rounds import Rounds
 from nan_detector._run import Run
-from nan_detector._scaled_clip import clip_since_backward
+from nan_detector._scaled_clip import ScaledClips
 from nan_detector._session import Session, session
 from nan_detector._skip import cancelled, closure_of, is_stand_in, judged
 from nan_detector._source import here
@@ -55,9 +52,6 @@ _TO_STEP = 6
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
-#: Where the function is that runs the hooks around an optimizer's step.
-_OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
-
 _LEVELS = {Watch.STEP: StepWatch, Watch.LAYERS: LayerWatch, Watch.OPS: OpWatch}
 
 
@@ -68,25 +62,28 @@ class Engine:
         self.run = Run(models, config, book)
         self.overheads: deque[float] = deque(maxlen=OVERHEAD_STEPS)
         self.standing_down = False
-        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.has_optimizer: bool | None = None  # one that will step our parameters sooner or later; None: not known
+        self.optimizers = Optimizers(self.run, self._name_anew)
         self.guessed_groups = 0  # counted while no optimizer was known: one step, if one comes (accumulation)
-        self._stepped_by: dict[int, Stepped] = {}
+        steppeds = self.optimizers.stepped
         self._spent = 0.0
-        self._clips_told: set[tuple[str, int]] = set()
+        self._clips = ScaledClips(self.run)
         self._unforgotten = False  # the step was judged, and is not yet off the tape
         self.watch: StepWatch = _LEVELS[config.watch](self.run)
-        self.aftermath = Aftermath(self.run, self._stepped_by, config.protect is Protect.FULL)
+        self.aftermath = Aftermath(self.run, steppeds, config.protect is Protect.FULL)
         self.keeper: Keeper | None = None
         if config.snapshot_every is not None and not (
             isinstance(config.on_nan, Policy) and config.on_nan is not Policy.ROLLBACK
         ):
             self.keeper = Keeper(
-                self.run, self.owns, self.optimizers, config.snapshot_every, on_host=config.snapshot_on_host
+                self.run,
+                self.optimizers.owns,
+                self.optimizers.known,
+                config.snapshot_every,
+                on_host=config.snapshot_on_host,
             )
         self.responder = Responder(self.run, self.watch, self.aftermath, self.keeper)
         self.zeroing = self.responder.zeroing
-        self.judge = Judge(self.run, self.watch, self.responder, self.aftermath, Rounds(self.run, self._stepped_by))
+        self.judge = Judge(self.run, self.watch, self.responder, self.aftermath, Rounds(self.run, steppeds))
         self.hazards = Hazards(self.run, self.watch)
         if config.watch is Watch.LAYERS:
             book.rows_for_log = Peaks(self.run, lambda: self.watch.limits).rows
@@ -133,8 +130,8 @@ class Engine:
         key = next(k for k in (kind, *(f"{kind}_{i}" for i in range(2, 10_000))) if k not in models)
         self.run.watch({**models, key: model})
         self.judge.evaluation.names = self.run.names
-        self._stepped_by.clear()
-        self.judge.rounds = Rounds(self.run, self._stepped_by)
+        self.optimizers.stepped.clear()
+        self.judge.rounds = Rounds(self.run, self.optimizers.stepped)
         self.roots.add(model)
 
     def contain(self, work: Callable[..., T], *args: Any) -> T | None:
@@ -175,22 +172,14 @@ class Engine:
             event = self.run.overlooked(current)
             if event is not None:
                 raise NonFiniteError(f"{headline(event)}. Training went on although the step was stopped.", event)
-        if current.tape.backwards and not self.optimizers:
+        if current.tape.backwards and not self.optimizers.known:
             self.contain(self._judge_unstepped, current)
 
     def _judge_unstepped(self, current: Session) -> None:
         """A loop that writes its own update: its last step is judged here, before the next begins."""
-        if not self._will_step():
+        if not self.optimizers.will_step():
             self._judge_without_optimizer(current)
             self.guessed_groups += 1
-
-    def _will_step(self) -> bool:
-        """Whether there is an optimizer for our parameters: a second backward without a step may be accumulation."""
-        if self.has_optimizer is None:
-            # Asked once, and only of a loop whose optimizer has neither stepped nor dropped its gradients so far.
-            made = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
-            self.has_optimizer = any(self.owns(o) for o in made if getattr(o, "param_groups", None))
-        return self.has_optimizer
 
     def on_leave(self, current: Session, entry: Entry, output: Any) -> None:
         """A watched model has returned."""
@@ -214,7 +203,7 @@ class Engine:
         In a loop without an optimizer this is the loop's own update: judged now, the replay still sees the weights of
         the step, and the update can be refused.
         """
-        if self.standing_down or self.optimizers or self.has_optimizer:
+        if self.standing_down or self.optimizers.known or self.optimizers.expected:
             return False
         if not any(id(p) in self.run.ours for p in weights):
             return False
@@ -226,44 +215,22 @@ class Engine:
 
     # -- optimizer steps -------------------------------------------------------------------------------------------
 
-    def owns(self, optimizer: Any) -> bool:
-        """True when `optimizer` steps a parameter of a watched model."""
-        return self._stepped(optimizer).owned
-
-    def _stepped(self, optimizer: Any) -> Stepped:
-        found = self._stepped_by.get(id(optimizer))
-        if found is None or not found.fits(optimizer):
-            if any(id(p) not in self.run.ours for group in optimizer.param_groups for p in group["params"]):
-                self._name_anew()  # a head that was replaced, a layer that was added
-            found = self._stepped_by[id(optimizer)] = Stepped(optimizer, self.run.ours)
-        return found
-
     def _name_anew(self) -> None:
         """The watched models may have other parameters than when the watch began."""
         self.run.watch(self.run.models)
         self.judge.evaluation.names = self.run.names
-
-    def known_optimizers(self) -> list[Any]:
-        """The optimizers that have stepped a watched model and are still there, in the order of their first step."""
-        known = (s.optimizer() for s in self._stepped_by.values() if s.counted)
-        return [o for o in known if o is not None]
-
-    @property
-    def has_stepped(self) -> bool:
-        """True once an optimizer has stepped a watched model."""
-        return any(s.counted for s in self._stepped_by.values())
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any, current: Session) -> tuple[Any, Any] | None:
         """The gate. None lets the step through; a replaced call takes its place."""
         if self.standing_down:
             return None
         if self._usual and not kwargs and len(args) == 1 and not current.stepping:
-            stepped = self._stepped_by.get(id(optimizer))
+            stepped = self.optimizers.stepped.get(id(optimizer))
             if stepped is not None and self.contain(self._ordinary_step, stepped, optimizer, current):
                 return None
         if is_stand_in(optimizer):
             return None
-        if current.stepping and _is_within_step(optimizer):
+        if current.stepping and is_within_step(optimizer):
             return None  # a subclass that calls `super().step()` fires the hooks again, within one and the same step
         return self.contain(self._before_step, optimizer, args, kwargs, current)
 
@@ -290,7 +257,7 @@ class Engine:
         current.gates += 1
         step, groups = self.run.step, self.run.groups
         self.hazards.last = Judged(tape, self.responder.running, step)
-        keep_alive = len(self._stepped_by) > 1 or groups < 2
+        keep_alive = len(self.optimizers.stepped) > 1 or groups < 2
         if keep_alive or _function_modes() or _dispatch_modes():
             self._forget(current)
         else:
@@ -302,7 +269,7 @@ class Engine:
         if current.broken:
             self.standing_down = True
             return None
-        stepped = self._stepped(optimizer)
+        stepped = self.optimizers.of(optimizer)
         if not stepped.owned:
             return None
         undone = bool(self.aftermath.unchecked) and not current.stepping and self._undo_damage()
@@ -311,7 +278,7 @@ class Engine:
             return cancelled(optimizer, args, kwargs)
         if not stepped.counted:
             stepped.counted = True
-            self.optimizers.add(optimizer)
+            self.optimizers.known.add(optimizer)
             stepped.forewarning.met(self.run, optimizer)
             self.judge.rounds.met(optimizer)
             if self.keeper is not None:
@@ -388,8 +355,8 @@ class Engine:
 
     def after_step(self, optimizer: Any, current: Session) -> None:
         """The step was taken or stood in for."""
-        stepped = self._stepped_by.get(id(optimizer))
-        if current.stepping and _is_within_step(optimizer):
+        stepped = self.optimizers.stepped.get(id(optimizer))
+        if current.stepping and is_within_step(optimizer):
             return
         if stepped is not None and stepped.owned and not self.standing_down:
             self.contain(self._after_step, stepped, current)
@@ -399,7 +366,7 @@ class Engine:
         found = False
         for key in list(self.aftermath.unchecked):
             self.aftermath.unchecked.discard(key)
-            stepped = self._stepped_by.get(key)
+            stepped = self.optimizers.stepped.get(key)
             damage = self.aftermath.undone(stepped) if stepped is not None else None
             if damage is not None:
                 found = True
@@ -408,7 +375,7 @@ class Engine:
 
     def _after_step(self, stepped: Stepped, current: Session) -> None:
         # An optimizer around another one (Lookahead) steps it within its own step: both together are one.
-        nested = bool(current.stepping) and _is_within_step(None)
+        nested = bool(current.stepping) and is_within_step(None)
         try:
             if self.keeper is not None and not nested:
                 self.keeper.moved = False
@@ -431,7 +398,7 @@ class Engine:
             if current.users > 1:
                 theirs = [e for e in tape.pending() if not self._is_mine(current, e)]
                 spare = tape.needed(theirs[-MAX_UNJUDGED:])
-            tape.judged(keep_alive=len(self.optimizers) != 1 or self.run.groups < 2, spare=spare)
+            tape.judged(keep_alive=len(self.optimizers.known) != 1 or self.run.groups < 2, spare=spare)
 
     def _end_of_step(self, current: Session) -> None:
         if self._unforgotten:
@@ -445,19 +412,19 @@ class Engine:
     def gradients_dropped(self, owner: Any, current: Session) -> None:
         """`zero_grad`: backward passes that were never stepped were given up by the loop itself."""
         self.zeroing.zeroed(owner, self.run.groups)
-        if current.tape.backwards or not self.has_optimizer:
+        if current.tape.backwards or not self.optimizers.expected:
             self.contain(self._gradients_dropped, owner, current)
 
     def _gradients_dropped(self, owner: Any, current: Session) -> None:
         tape = current.tape
-        if not self.has_optimizer and isinstance(owner, torch.optim.Optimizer) and self.owns(owner):
-            self.has_optimizer = True
+        if not self.optimizers.expected and isinstance(owner, torch.optim.Optimizer) and self.optimizers.owns(owner):
+            self.optimizers.expected = True
         if not tape.backwards or is_replaying() or current.stepping:
             return
-        mine = owner in self.run.models.values() if isinstance(owner, torch.nn.Module) else self.owns(owner)
+        mine = owner in self.run.models.values() if isinstance(owner, torch.nn.Module) else self.optimizers.owns(owner)
         if not mine:
             return
-        if not self.optimizers:
+        if not self.optimizers.known:
             self._judge_without_optimizer(current)
         else:
             self.zeroing.dropped(self.run.groups)
@@ -468,9 +435,9 @@ class Engine:
         self.contain(self._scaler_skipped, optimizer, current)
 
     def _scaler_skipped(self, optimizer: Any, current: Session) -> None:
-        if self.owns(optimizer):
-            self.optimizers.add(optimizer)
-            self.judge.skipping = self._stepped(optimizer)
+        if self.optimizers.owns(optimizer):
+            self.optimizers.known.add(optimizer)
+            self.judge.skipping = self.optimizers.of(optimizer)
             try:
                 self._judge(current)
             finally:
@@ -483,15 +450,8 @@ class Engine:
             self.contain(self._unscaling, scaler, optimizer, current)
 
     def _unscaling(self, scaler: Any, optimizer: Any, current: Session) -> None:
-        clip = clip_since_backward(current.tape) if self.owns(optimizer) else None
-        if clip is None or (clip.location.file, clip.location.line) in self._clips_told:
-            return
-        scale = float(scaler.get_scale())
-        if not clip.is_meant(scale):
-            self._clips_told.add((clip.location.file, clip.location.line))
-            self.run.warn(
-                "clip_before_unscale", clip.message(self.run.step, scale), value=scale, location=clip.location
-            )
+        if self.optimizers.owns(optimizer):
+            self._clips.look(current.tape, scaler)
 
     def set_batch(self, index: int, sample_ids: tuple[str, ...], current: Session) -> None:
         """The user names the step that begins."""
@@ -516,7 +476,7 @@ class Engine:
             self._judge_rest(current, error)
         finally:
             self.watch.last_look()
-            for stepped in list(self._stepped_by.values()):
+            for stepped in list(self.optimizers.stepped.values()):
                 stepped.forewarning.catch_up(self.run)
             if self.judge.further is not None:
                 self.judge.further.finish()
@@ -547,18 +507,4 @@ class Engine:
                 self.responder.damaged(damage)
             elif not any(e.severity == "error" for e in self.run.book.events):
                 with current.off():  # what a bad step has left behind is told with its event
-                    self.judge.last_round(current, list(self._stepped_by.values()))
-
-
-def _is_within_step(optimizer: Any) -> bool:
-    """True in a hook of an optimizer's step that runs within another step of the same optimizer (None: of any).
-
-    The marks of a session do not tell: a step that raised leaves its own behind until the next forward.
-    """
-    depth = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == _OPTIMIZER_FILE:
-            depth += optimizer is None or frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
-    return depth > 1
+                    self.judge.last_round(current, list(self.optimizers.stepped.values()))

@@ -50,7 +50,7 @@ def _owned(engine: Engine) -> Iterator[Tensor]:
     """What is there without a detector as well."""
     yield from (p for _, p in engine.run.names.parameters())
     yield from (b for _, b in engine.run.names.buffers())
-    for optimizer in engine.known_optimizers():
+    for optimizer in engine.optimizers.alive():
         yield from (p for group in optimizer.param_groups for p in group["params"])
         yield from (t for state in optimizer.state.values() for t in tensors_in(state, 2))
 

@@ -15,6 +15,7 @@ from typing import Any
 from nan_detector._before import number
 from nan_detector._calls import public_name
 from nan_detector._records import Location
+from nan_detector._run import Run
 from nan_detector._source import location_of
 from nan_detector._tape import Entry, Made, Tape, tokens_in
 
@@ -141,3 +142,22 @@ def _numbers(values: tuple[Any, ...]) -> Iterator[float]:
     for v in values:
         if isinstance(v, (int, float)) and not isinstance(v, bool):
             yield float(v)
+
+
+class ScaledClips:
+    """Tells of each line that clips gradients which still carry the loss scale, once."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._told: set[tuple[str, int]] = set()
+
+    def look(self, tape: Tape, scaler: Any) -> None:
+        """Gradients are about to be divided by the loss scale: was there a clip before it?"""
+        clip = clip_since_backward(tape)
+        if clip is None or (clip.location.file, clip.location.line) in self._told:
+            return
+        scale = float(scaler.get_scale())
+        if not clip.is_meant(scale):
+            self._told.add((clip.location.file, clip.location.line))
+            message = clip.message(self.run.step, scale)
+            self.run.warn("clip_before_unscale", message, value=scale, location=clip.location)

@@ -1,0 +1,84 @@
+"""The optimizers of one run: which of them step a watched model, and what is known of each."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from nan_detector._run import Run
+from nan_detector._stepped import Stepped
+
+#: Where the function is that runs the hooks around an optimizer's step.
+_OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
+
+
+class Optimizers:
+    """What an engine knows of optimizers.
+
+    Attributes:
+        stepped: By identity, in the order in which they were met; never those of other models alone.
+        known: Those that have stepped a watched model, or were kept from it by a GradScaler.
+        expected: One will step our parameters sooner or later; None where that is not known.
+
+    Args:
+        run: The watched run.
+        name_anew: Called when an optimizer steps a parameter that the watched models did not have before.
+    """
+
+    def __init__(self, run: Run, name_anew: Callable[[], None]) -> None:
+        self.run = run
+        self.stepped: dict[int, Stepped] = {}
+        self.known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.expected: bool | None = None
+        self._name_anew = name_anew
+
+    def owns(self, optimizer: Any) -> bool:
+        """True when `optimizer` steps a parameter of a watched model."""
+        return self.of(optimizer).owned
+
+    def of(self, optimizer: Any) -> Stepped:
+        """What `optimizer` steps."""
+        found = self.stepped.get(id(optimizer))
+        if found is None or not found.fits(optimizer):
+            if any(id(p) not in self.run.ours for group in optimizer.param_groups for p in group["params"]):
+                self._name_anew()  # a head that was replaced, a layer that was added
+            found = self.stepped[id(optimizer)] = Stepped(optimizer, self.run.ours)
+        return found
+
+    def alive(self) -> list[Any]:
+        """Those that have stepped a watched model and are still there, in the order of their first step."""
+        known = (s.optimizer() for s in self.stepped.values() if s.counted)
+        return [o for o in known if o is not None]
+
+    @property
+    def any_stepped(self) -> bool:
+        """True once an optimizer has stepped a watched model."""
+        return any(s.counted for s in self.stepped.values())
+
+    def will_step(self) -> bool:
+        """Whether there is an optimizer for our parameters: a second backward without a step may be accumulation."""
+        if self.expected is None:
+            # Asked once, and only of a loop whose optimizer has neither stepped nor dropped its gradients so far.
+            made = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+            self.expected = any(self.owns(o) for o in made if getattr(o, "param_groups", None))
+        return self.expected
+
+
+def is_within_step(optimizer: Any) -> bool:
+    """True in a hook of an optimizer's step that runs within another step of the same optimizer (None: of any).
+
+    The marks of a session do not tell: a step that raised leaves its own behind until the next forward.
+    """
+    depth = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == _OPTIMIZER_FILE:
+            depth += optimizer is None or frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return depth > 1

@@ -16,6 +16,7 @@ import torch
 from nan_detector._naming import Names
 from nan_detector._quiet import quiet
 from nan_detector._tape import tensors_in
+from nan_detector._values import has_values
 
 Tensor = torch.Tensor
 
@@ -50,7 +51,7 @@ class Evaluation:
         """`module` has given `output`."""
         with quiet():
             for t in tensors_in(output, 3):
-                if t.dtype in _LOOKED_AT and t.layout is torch.strided and t.numel():
+                if t.dtype in _LOOKED_AT and t.layout is torch.strided and t.numel() and has_values(t):
                     self._fold(module, t, step)
 
     def _fold(self, module: torch.nn.Module, t: Tensor, step: int) -> None:
@@ -70,10 +71,8 @@ class Evaluation:
         """What was seen since the last call, and a vector with the least and greatest value of each."""
         if not self._seen:
             return [], None
-        seen = [s for s in self._seen.values() if not s.low.is_meta]
+        seen = list(self._seen.values())
         self._seen.clear()
-        if not seen:
-            return [], None
         device = seen[0].low.device
         return seen, torch.stack([v.to(device=device, dtype=torch.float32) for s in seen for v in (s.low, s.high)])
 

@@ -59,6 +59,11 @@ class Forewarning:
         )
         run.warn("lr_negative", message, value=rate)
 
+    @property
+    def asks_for_norms(self) -> bool:
+        """True when the step that is measured next is looked at for parameters without a gradient."""
+        return not (self._count + 1) % DEAD_AFTER
+
     def feed(
         self,
         run: Run,
@@ -137,8 +142,11 @@ class Forewarning:
 
     def _streaks(self, run: Run, reading: Reading, names: list[str]) -> Mapping[str, int]:
         """Steps in a row without a gradient; the flight recorder is read only where there is none in this step."""
-        with quiet():
-            zero = [n for n, norm in zip(names, reading.norms.tolist(), strict=True) if norm == 0.0]
+        each = reading.each
+        if each is None:
+            with quiet():
+                each = reading.norms.tolist()
+        zero = [n for n, norm in zip(names, each, strict=True) if norm == 0.0]
         fresh = [n for n in zero if n not in self._settled]
         if not fresh:
             return _NOTHING

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ class Reading(NamedTuple):  # made in every step: a frozen dataclass costs as mu
         loss: Mean of the losses since the last gate; None where there was none.
         total: L2 norm of all gradients together; None where there is no gradient.
         largest: Largest norm of one gradient.
+        each: The norm of each gradient, where all of them were read to the host.
     """
 
     row: Tensor
@@ -37,6 +39,7 @@ class Reading(NamedTuple):  # made in every step: a frozen dataclass costs as mu
     loss: float | None
     total: float | None
     largest: float | None
+    each: Sequence[float] | None = None
 
     @property
     def norms(self) -> Tensor:
@@ -57,7 +60,8 @@ def without_scale(reading: Reading, factor: Tensor, value: float) -> Reading:
         row = reading.row.clone()
         first = 0 if reading.loss is None else 1
         row[first:] /= factor.to(row)
-    return reading._replace(row=row, total=total, largest=largest)
+    each = None if reading.each is None else [v * inverse for v in reading.each]
+    return reading._replace(row=row, total=total, largest=largest, each=each)
 
 
 #: Up to this many gradients all norms are read; the rest is arithmetic on the host, cheaper than three more kernels.
@@ -80,14 +84,17 @@ def take(grads: Sequence[Tensor], losses: Sequence[Tensor], extra: Tensor | None
 
 
 def measure(
-    grads: Sequence[Tensor], losses: Sequence[Tensor], extra: Tensor | None = None
+    grads: Sequence[Tensor], losses: Sequence[Tensor], extra: Tensor | None = None, *, whole: bool = False
 ) -> tuple[Reading, list[float]]:
-    """`take`, for a caller that is `quiet` already: entering it once more costs as much as a kernel."""
+    """`take`, for a caller that is `quiet` already: entering it once more costs as much as a kernel.
+
+    `whole` reads the norm of each gradient along, however many there are: somebody is about to ask for them.
+    """
     if extra is None and len(losses) == 1 and 0 < len(grads) <= FEW and not losses[0].dim():
         with contextlib.suppress(RuntimeError):  # a mixture of layouts, dtypes or devices
             if not losses[0].is_complex():
                 return _take_few(grads, losses[0]), []
-    return _take_many(norms(grads), grads, losses, extra)
+    return _take_many(norms(grads), grads, losses, extra, whole)
 
 
 def _take_few(grads: Sequence[Tensor], loss: Tensor) -> Reading:
@@ -96,7 +103,7 @@ def _take_few(grads: Sequence[Tensor], loss: Tensor) -> Reading:
     first, norm_values = values[0], values[1:]
     if math.isfinite(sum(values)):
         count = len(norm_values)
-        return Reading(row, count + 1, count, first, math.hypot(*norm_values), max(norm_values))
+        return Reading(row, count + 1, count, first, math.hypot(*norm_values), max(norm_values), norm_values)
     bad = any(not math.isfinite(v) for v in norm_values)
     largest = math.nan if bad else max(norm_values)
     total = largest if bad else math.hypot(*norm_values)
@@ -104,7 +111,7 @@ def _take_few(grads: Sequence[Tensor], loss: Tensor) -> Reading:
 
 
 def _take_many(
-    each: Tensor, grads: Sequence[Tensor], losses: Sequence[Tensor], extra: Tensor | None
+    each: Tensor, grads: Sequence[Tensor], losses: Sequence[Tensor], extra: Tensor | None, whole: bool
 ) -> tuple[Reading, list[float]]:
     head: list[Tensor] = []
     if losses:
@@ -115,12 +122,13 @@ def _take_many(
         head.append(torch.linalg.vector_norm(each).reshape(1))
         head.append(each.max().reshape(1))
     row = torch.cat([*head, each]) if head else each
-    wanted = row[: len(head)]
+    wanted = row if whole else row[: len(head)]
     values = _finite.read(wanted if extra is None else torch.cat([wanted, extra.reshape(-1).to(wanted)]))
     numbers = iter(values)
     loss = next(numbers) if losses else None
     total, largest = (next(numbers), next(numbers)) if len(grads) else (None, None)
-    return Reading(row, len(head) + len(grads), len(grads), loss, total, largest), list(numbers)
+    read = list(islice(numbers, len(grads))) if whole else None
+    return Reading(row, len(head) + len(grads), len(grads), loss, total, largest, read), list(numbers)
 
 
 def _as_number(loss: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

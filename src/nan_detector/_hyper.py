@@ -82,7 +82,11 @@ def eps_underflow(optimizer: Optimizer) -> list[HyperProblem]:
         dtypes = dict.fromkeys(p.dtype for p in group["params"] if p.is_floating_point())
         for name, value in _numbers("eps", group.get("eps")):
             for dtype in dtypes:
-                if isinstance(value, float) and value > 0.0 and torch.tensor(value, dtype=dtype).item() == 0.0:
+                if (
+                    isinstance(value, float)
+                    and value > 0.0
+                    and torch.tensor(value, dtype=dtype, device="cpu").item() == 0.0
+                ):
                     problems.append(_underflow(index, name, value, dtype, type(optimizer).__name__))
     return problems
 

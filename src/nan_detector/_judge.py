@@ -100,7 +100,8 @@ class Judge:
                 extra = sums if extra is None else torch.cat([extra, sums.to(extra)])
             if state is not None:
                 extra = state if extra is None else torch.cat([extra, state.to(extra)])
-            reading, extremes = measure(grads, losses, extra)
+            forewarning = self._forewarning if stepped is None else stepped.forewarning
+            reading, extremes = measure(grads, losses, extra, whole=forewarning.asks_for_norms)
         seen = [extremes.pop() for _ in self.rounds.parts] if state is not None else []
         further = [extremes.pop() for _ in range(sums.numel())] if sums is not None else []
         if evaluated:

@@ -24,12 +24,27 @@ def local_part(t: Tensor) -> Tensor:
 
 def has_values(t: Tensor) -> bool:
     """False for what holds no numbers of its own, or not as an array."""
-    if t.is_meta or t.is_quantized or t.is_nested:
+    if t.is_quantized or t.is_nested:
         return False
     # Reading a ZeroTensor inside a dispatch mode crashed the process.
     if t._is_zerotensor() or torch._is_functional_tensor(t) or torch._C._functorch.is_functorch_wrapped_tensor(t):
         return False
-    return type(t) in PLAIN or not isinstance(t, FakeTensor)
+    if type(t) not in PLAIN and isinstance(t, FakeTensor):
+        return False
+    return _has_memory(t)
+
+
+def _has_memory(t: Tensor) -> bool:
+    """False for a tensor of shapes alone, and for one whose memory was given back: reading that is a crash."""
+    if t.layout is torch.sparse_coo:
+        t = t._values()
+    elif t.layout in _SPARSE_ROWS:
+        t = t.values()
+    try:
+        # Not the tensor's own address, which is that of nothing plus an offset in a view of nothing.
+        return t.numel() == 0 or t.untyped_storage().data_ptr() != 0
+    except (RuntimeError, NotImplementedError):  # memory that is not for us to see, and is there
+        return True
 
 
 def readable(t: Tensor) -> bool:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from nan_detector._capsule.layout import MAX_EXPANDED
 from nan_detector._errors import CapsuleError
 from nan_detector._quiet import quiet
+from nan_detector._values import has_values
 
 Tensor = torch.Tensor
 
@@ -66,9 +67,8 @@ class Writer:
 def _plain(t: Tensor) -> bool:
     return (
         t.layout is torch.strided
-        and t.device.type != "meta"
         and type(t) in (Tensor, torch.nn.Parameter)
-        and not t.is_quantized
+        and has_values(t)
         and (t.dtype in _DTYPES or t.dtype in _COMPLEX)
     )
 
@@ -161,10 +161,10 @@ def device_or_cpu(name: object) -> torch.device:
     """The device of that name, or the CPU where this machine does not have it."""
     try:
         device = torch.device(str(name))
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # a device without memory makes tensors too
     except (RuntimeError, AssertionError, NotImplementedError):
         return torch.device("cpu")
-    return torch.device("cpu") if device.type == "meta" else device
+    return device
 
 
 def _sizes(value: object) -> tuple[int, ...]:

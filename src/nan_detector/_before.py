@@ -122,6 +122,9 @@ def _by_layer(columns: Mapping[str, Sequence[float]]) -> dict[str, Sequence[floa
 
 def _norm(norms: Sequence[float]) -> float:
     """Of the parameters that a row has: one that was frozen on the way is NaN there."""
+    norm = math.hypot(*norms)
+    if norm == norm:  # an infinity makes one, whatever stands beside it
+        return norm
     known = [n for n in norms if not math.isnan(n)]
     return math.hypot(*known) if known else math.nan
 

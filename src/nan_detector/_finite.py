@@ -54,6 +54,10 @@ def checkable(t: Tensor) -> bool:
     True for floating and complex tensors with elements, dense or sparse; False for integers, quantised and nested
     tensors, and for those without values of their own (meta, fake, ZeroTensors, those inside ``torch.func``).
     """
+    if type(t) in PLAIN:
+        # What is asked of it is no operation: there is nothing to hide from dispatch modes, which costs more than this.
+        with torch._C.DisableTorchFunction():
+            return readable(t)
     with quiet():
         return readable(local_part(t))
 

@@ -41,6 +41,7 @@ MACHINERY = frozenset(
 _ATOMS = (int, float, str, bool, bytes, complex, type(None), Tensor, types.ModuleType, torch.Size, torch.dtype)
 _SEQUENCES = (list, collections.deque)
 _MISSING = object()
+_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 
 
 class PythonState:
@@ -154,7 +155,7 @@ class PythonState:
             self._names.append((cell, "cell_contents", content))
             self._walk(content, name, depth - 1)
         space = function.__globals__
-        stored = {i.argval for i in dis.get_instructions(function) if i.opname == "STORE_GLOBAL"}
+        stored = _stored_globals(function.__code__)
         for name in function.__code__.co_names:
             value = space.get(name, _MISSING)
             if value is _MISSING or isinstance(value, type):
@@ -230,6 +231,13 @@ class PythonState:
                     setattr(owner, name, value)
         for put, state in self._generators:
             put(state)
+
+
+def _stored_globals(code: types.CodeType) -> set[str]:
+    """Names of globals that a function gives values."""
+    if _STORE_GLOBAL not in code.co_code[::2]:  # hardly any does, and taking each apart would take long
+        return set()
+    return {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}
 
 
 def is_iterator(value: Any) -> bool:

@@ -298,6 +298,10 @@ class Recorder:
 
     def _read(self, last: int | None = None) -> list[_Row]:
         since = self._count - self._history
+        if last is not None:
+            # Those that are not wanted need not be read: an event waits for it.
+            orders = sorted(n.order for t in self._tables for n in t.numbers if n is not None and n.order >= since)
+            since = orders[-last] if 0 < last < len(orders) else since
         held = [(table, *table.held(since)) for table in self._tables]
         by_device: dict[torch.device, list[Tensor]] = {}
         for table, _, values in held:
@@ -340,12 +344,21 @@ def _largest(values: Sequence[float]) -> float | None:
 
 
 def _as_columns(found: Sequence[_Row]) -> tuple[list[int], dict[str, list[float | None]]]:
-    names = dict.fromkeys(name for _, row_names, _ in found for name in row_names)
-    columns: dict[str, list[float | None]] = {name: [None] * len(found) for name in names}
-    for i, (_, row_names, values) in enumerate(found):
-        for name, value in zip(row_names, values, strict=True):
-            if value != ABSENT or not name.startswith(ABS_MAX_OF):
-                columns[name][i] = value
+    rows_of: dict[tuple[str, ...], list[int]] = {}
+    for i, (_, row_names, _) in enumerate(found):
+        rows_of.setdefault(row_names, []).append(i)
+    columns: dict[str, list[float | None]] = {}
+    for row_names, at in rows_of.items():
+        # Column by column: nearly always there is but one set of them, and an event waits for this.
+        for name, values in zip(row_names, zip(*(found[i][2] for i in at), strict=True), strict=True):
+            known = [None if v == ABSENT else v for v in values] if name.startswith(ABS_MAX_OF) else values
+            if len(at) == len(found):
+                columns[name] = list(known)
+                continue
+            column = columns.setdefault(name, [None] * len(found))
+            for i, value in zip(at, known, strict=True):
+                if value is not None:
+                    column[i] = value
     columns[LEARNING_RATE] = [n.lr for n, _, _ in found]
     columns[LOSS_SCALE] = [n.loss_scale for n, _, _ in found]
     return [n.step for n, _, _ in found], columns

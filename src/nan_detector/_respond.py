@@ -248,18 +248,23 @@ class Responder:
         return replace(finding, trace=replace(finding.trace, birth=replace(birth, note=note)))
 
     def _tried(self, current: Session, event: NaNEvent, finding: Finding) -> NaNEvent:
-        """The event with its trials. What was found before them is written down first: they take their time."""
+        """The event with its trends and trials. What is known already is written down first: they take their time."""
         if finding.again is None:
-            return event
+            return self._with_trends(event)
         told, self._told[_story(event)] = self._told[_story(event)], self._told[_story(event)] + 1
         if told >= TRIED_AT_MOST:
-            return replace(
-                event, notes=(*event.notes, f"not tried: the same was tried {TRIED_AT_MOST} times in this run")
-            )
+            note = f"not tried: the same was tried {TRIED_AT_MOST} times in this run"
+            return self._with_trends(replace(event, notes=(*event.notes, note)))
         self.run.book.located(event)
         compiled = current.compiled_after >= current.tape.boundary
+        event = self._with_trends(event)
         with current.off(), self.watch.at_rest():
             return with_trials(event, finding, self.run.config.replay_budget_s, compiled)
+
+    def _with_trends(self, event: NaNEvent) -> NaNEvent:
+        """`event` with what had been growing before it, in the layer that it names."""
+        steps, columns = self.run.recorder.columns(ROWS)
+        return replace(event, before=before_sentences(columns, steps, layer=event.layer_name))
 
     def _damage_behind(self, finding: Finding) -> Damage | None:
         """The optimizer step that made the bad parameter which a bad step goes back to."""
@@ -312,10 +317,8 @@ class Responder:
         self._decided(replace(event, weights=weights, action=policy.value), policy, 0, later=False, refused=False)
 
     def _complete(self, event: NaNEvent, finding: Finding) -> NaNEvent:
-        steps, columns = self.run.recorder.columns(ROWS)
-        birth = finding.trace.birth if finding.trace is not None else None
-        before = before_sentences(columns, steps, layer=birth.layer_name if birth is not None else None)
-        return complete(event, finding, {name: tuple(values) for name, values in columns.items()}, before)
+        _, columns = self.run.recorder.columns(ROWS)
+        return complete(event, finding, {name: tuple(values) for name, values in columns.items()}, ())
 
     def _investigate(self, current: Session) -> Finding:
         """The replay: of the whole step where it is one call, else (or where that fails) of what the tape holds."""

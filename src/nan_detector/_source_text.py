@@ -32,6 +32,9 @@ _Operation = (ast.Call, ast.BinOp, ast.AugAssign, ast.UnaryOp, ast.Compare, ast.
 #: Instructions that use an expression's value and carry its range: `for row in f(x)` iterates, it does not call f.
 _ITERATES = frozenset(("GET_ITER", "FOR_ITER", "GET_YIELD_FROM_ITER", "GET_LEN"))
 _UNPACKS = frozenset(("LIST_EXTEND", "SET_UPDATE", "UNPACK_SEQUENCE", "UNPACK_EX"))
+_NO_CALLS = _ITERATES | _UNPACKS
+#: Room that an instruction keeps behind it for the interpreter (Python 3.11), two bytes each.
+_CACHE = dis.opmap.get("CACHE", 0) if sys.version_info >= (3, 11) else -1
 
 
 def call_expression(mark: Mark) -> str | None:
@@ -215,13 +218,16 @@ def _tree(filename: str) -> _Tree:
 
 
 def _node_at(mark: Mark) -> ast.AST | None:
-    opcode = _opcode(mark)
-    if opcode is None or opcode.opname in _ITERATES | _UNPACKS:
+    name = _opname(mark)
+    if not name or name in _NO_CALLS:
         return None
     tree = _tree(mark.code.co_filename)
     where = _range_of(mark)
     if where is not None:
         return tree.by_range.get(where)
+    opcode = _opcode(mark)
+    if opcode is None:
+        return None
     fitting = [node for node in tree.by_line.get(mark.lineno, ()) if _can_be(node, opcode)]
     return fitting[0] if len(fitting) == 1 else None
 
@@ -237,8 +243,16 @@ def _range_of(mark: Mark) -> _Range | None:
     return None
 
 
-def _opcode(mark: Mark) -> dis.Instruction | None:
+def _opname(mark: Mark) -> str:
+    """Name of the instruction; "" where there is none. Taking the function apart would cost a step's time."""
+    code, at = mark.code.co_code, mark.lasti
     # While a function written in Python runs, its caller's `f_lasti` is at the caches that follow the call.
+    while at > 0 and code[at] == _CACHE:
+        at -= 2
+    return dis.opname[code[at]] if 0 <= at < len(code) else ""
+
+
+def _opcode(mark: Mark) -> dis.Instruction | None:
     return max(
         (i for i in dis.get_instructions(mark.code) if i.offset <= mark.lasti), key=lambda i: i.offset, default=None
     )

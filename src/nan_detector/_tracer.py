@@ -22,8 +22,10 @@ from nan_detector._elements import spread
 from nan_detector._errors import ReplayRefused
 from nan_detector._lineage import EMPTY, MAX_FOLLOWED, MAX_TOLD_APART, RANK, Gen, Line, Lineage, OpRecord, key_of
 from nan_detector._opinfo import OpInfo, info_of
+from nan_detector._quiet import quiet
 from nan_detector._source import Mark, here_until
 from nan_detector._trace import BirthKind, GuiltyInput
+from nan_detector._values import local_part, readable
 
 Tensor = torch.Tensor
 
@@ -358,7 +360,8 @@ class OpTracer(TorchDispatchMode):
 
     def number_given(self, args: Any) -> None:
         """A call gave a non-finite Python number without an operation of its own (`tolist`)."""
-        line = self.lineage.union(_floats(args))
+        with quiet():
+            line = self.lineage.union(_floats(args))
         if line:
             self.last_scalar = line
 
@@ -549,7 +552,9 @@ class OpTracer(TorchDispatchMode):
             gen.overflow = gen.output.nan_count == 0 and (
                 info.op not in _POLES or not any(g.whole.zero_count for g in gen.inputs)
             )
-        gen.only_negative = not _has_nan(out) and _finite.stats(out).posinf_count == 0 if not intended else False
+        if not intended:
+            stats = gen.output if gen.output is not None else _finite.stats(out)
+            gen.only_negative = stats.nan_count == 0 and stats.posinf_count == 0
         self._born(gen)
         return gen
 
@@ -596,9 +601,9 @@ _NOWHERE = _nowhere.__code__
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
-    """Tensors in an operation's arguments or results that can hold non-finite values."""
+    """Tensors in an operation's arguments or results that can hold non-finite values. To be called under `quiet`."""
     if isinstance(value, Tensor):
-        if (value.is_floating_point() or value.is_complex()) and _finite.checkable(value):
+        if readable(local_part(value)):
             yield value
     elif isinstance(value, (list, tuple)):
         for v in value:

@@ -54,7 +54,7 @@ def fit_growth(logs: Sequence[float]) -> tuple[int, float] | None:
 
 
 def _median_of_three(y: Sequence[float]) -> list[float]:
-    middle = [statistics.median(y[i - 1 : i + 2]) for i in range(1, len(y) - 1)]
+    middle = [sorted(y[i - 1 : i + 2])[1] for i in range(1, len(y) - 1)]
     first = statistics.median((y[0], middle[0], 3 * middle[0] - 2 * middle[1]))
     last = statistics.median((y[-1], middle[-1], 3 * middle[-1] - 2 * middle[-2]))
     return [first, *middle, last]

@@ -133,6 +133,7 @@ TABLE = (
             "_repair",
             "_replay",
             "_respond",
+            "_recording",
             "_rng",
             "_roots",
             "_rounds",

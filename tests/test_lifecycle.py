@@ -22,12 +22,11 @@ from torch import Tensor, nn
 from _footprint import footprint, left_behind
 from _sacred import LEVELS, assert_same, blobs, picture, seed_all
 from _trainings import dropout_and_batch_norm, every_random_stream
-from nan_detector import NaNDetector, NonFiniteError
+from nan_detector import NaNDetector, NonFiniteError, _recording
 from nan_detector._engine import Engine
 from nan_detector._judge import Judge
 from nan_detector._optimizers import Optimizers
 from nan_detector._roots import Roots
-from nan_detector._session import Session
 from nan_detector._tape import Tape
 
 BAD = 2
@@ -298,8 +297,8 @@ INNARDS: list[tuple[Any, str, int]] = [
     (Tape, "encode_call", 2),
     (Tape, "add", 2),
     (Tape, "judged", 2),
-    (Session, "_write", 2),
-    (Session, "_plain_backward", 2),
+    (_recording, "_write", 2),
+    (_recording, "_plain_backward", 2),
 ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from nan_detector._patched import compiling, to_undo
+from nan_detector._recording import custom_function
 from nan_detector._session import session
 
 
@@ -44,7 +45,7 @@ class Apply:
         bare = types.MethodType(self.bare, cls)
         if compiling():
             return bare(*args, **kwargs)
-        return session().custom_function(cls, bare, args, kwargs)
+        return custom_function(session(), cls, bare, args, kwargs)
 
 
 #: Kept for the life of the process: the code that sees must be the same object at each attach, or guards fail anew.

@@ -16,6 +16,7 @@ from nan_detector._errors import ReplayRefused
 from nan_detector._patched import Watcher, compiling, lock, to_undo, watchers, wrap
 from nan_detector._patched_apply import wrap_apply
 from nan_detector._patched_compile import wrap_compile_in_place, wrap_compiled_calls, wrap_compiled_modules
+from nan_detector._recording import backward, scaled
 from nan_detector._session import Session, all_sessions, session
 from nan_detector._skip import closure_of
 from nan_detector._state import is_replaying, steps_in_replay
@@ -125,7 +126,7 @@ def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if current.paused or not current.pop():
         return original(*args, **kwargs)
     try:
-        return current.backward(original, args, kwargs)
+        return backward(current, original, args, kwargs)
     finally:
         current.push()
 
@@ -201,7 +202,7 @@ def _scaler_scale(original: Callable[..., Any], scaler: Any, outputs: Any) -> An
     current = session()
     if is_replaying() or not current.users:
         return original(scaler, outputs)
-    return current.scaled(scaler, outputs, original)
+    return scaled(current, scaler, outputs, original)
 
 
 def _unscale(original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:

@@ -1,0 +1,388 @@
+"""Writing the user's calls onto the tape: what is called with what, where, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from nan_detector import _finite
+from nan_detector._calls import CallKind, kind_of, public_name
+from nan_detector._quiet import hidden, quiet
+from nan_detector._rng import rng_state
+from nan_detector._source import Mark, here, here_and_module
+from nan_detector._state import is_replaying
+from nan_detector._tape import Entry, Made, Outside, Tensor, autocast_state, tensors_in, tokens_in
+from nan_detector._written_weights import parameter_behind, weights_behind
+
+if TYPE_CHECKING:
+    from nan_detector._session import Session
+
+_compiling = torch.compiler.is_compiling
+_function_modes = torch._C._len_torch_function_stack
+_any_autocast = torch._C._is_any_autocast_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+_is_grad_enabled = torch.is_grad_enabled
+
+_ATTRIBUTES = ("data", "grad")
+
+#: Looks at bad values that are remembered between two gates.
+MAX_LOOKS = 16
+
+
+#: Where a call stands: the user's line, and the module in whose method it is.
+Place = tuple[Mark | None, object | None]
+
+
+class Look(NamedTuple):
+    """The user's code read a bad value, or was told of one."""
+
+    made_by: int  # number of the entry that made the value: the entry itself would keep the batch alive
+    mark: Mark | None
+    value: float | None
+    step: int
+
+
+def call(session: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run one call of the user's and write it down."""
+    kind = kind_of(func)
+    if kind is CallKind.IGNORE or _functorch_level() is not None:
+        return func(*args, **kwargs)
+    if kind is CallKind.IMPORT:
+        if args and _is_data(args[0]):
+            return func(*args, **kwargs)  # numbers of the batch, as if the loader had made a tensor of them
+        kind = CallKind.PLAIN
+    entry = None
+    if kind is CallKind.IN_PLACE:
+        with hidden():
+            weights = weights_behind(session.tape, func, args, kwargs)
+        if weights and not _may_write(session, weights, args, kwargs):
+            return args[0] if getattr(func, "__name__", "") != "__set__" else None
+        if weights and not session.tape.begun:
+            return func(*args, **kwargs)  # nothing of this step has used them: it begins with what is written now
+    if kind is not CallKind.PLAIN:
+        try:
+            place = (here(3), None) if kind is CallKind.BACKWARD else here_and_module(3)
+            entry = _entry(session, func, args, kwargs, place, kind)
+            if kind is CallKind.BACKWARD:
+                _begin_backward(session, entry, args, kwargs)
+        except Exception as bug:
+            session.failed(bug)
+            return func(*args, **kwargs)
+    session.busy += 1
+    try:
+        out = func(*args, **kwargs)
+    except Exception:
+        # The call that failed because of the bad value is the end of the story: keep it for the replay.
+        try:
+            failed = entry or _entry(session, func, args, kwargs, here_and_module(3), kind)
+            failed.raised = True
+            if kind is not CallKind.BACKWARD:
+                session.tape.add(failed, None)
+        except Exception as bug:
+            session.failed(bug)
+        raise
+    finally:
+        session.busy -= 1
+    try:
+        if entry is None:
+            if type(out) is Tensor and not (_function_modes() or _dispatch_modes()):
+                _write(session, func, args, kwargs, out)
+                return out
+            if isinstance(out, float):
+                if out == out and out not in (float("inf"), float("-inf")):
+                    return out
+            elif not isinstance(out, Tensor) and not _holds_tensor(out):
+                if isinstance(out, bool):
+                    _answered(session, args, out)
+                return out
+            entry = _entry(session, func, args, kwargs, here_and_module(3), kind)
+            if isinstance(out, float):
+                entry.scalar = out
+                _looked(session, args, out, entry.mark)
+        if kind is not CallKind.BACKWARD:
+            if _function_modes() or _dispatch_modes():
+                with quiet():
+                    session.tape.add(entry, out)
+            else:
+                session.tape.add(entry, out)
+    except Exception as bug:
+        session.failed(bug)
+    return out
+
+
+def backward(session: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a `Tensor.backward` of the user's and write it down. The mode is off the stack meanwhile."""
+    try:
+        entry = None if kwargs or len(args) != 1 else _plain_backward(session, func, args)
+    except Exception as bug:
+        session.failed(bug)
+        return func(*args, **kwargs)
+    if entry is None:
+        return call(session, func, args, kwargs)
+    session.busy += 1
+    try:
+        return func(*args)
+    except Exception:
+        entry.raised = True
+        raise
+    finally:
+        session.busy -= 1
+
+
+def _plain_backward(session: Session, func: Callable[..., Any], args: tuple[Any, ...]) -> Entry | None:
+    """``loss.backward()`` of what a recorded call made, written down; None for anything more."""
+    loss, tape = args[0], session.tape
+    if type(loss) is not Tensor or _function_modes() or _dispatch_modes() or _functorch_level() is not None:
+        return None
+    token = tape.made_token(loss)
+    if token is None or token.entry.kind == "scale":
+        return None
+    entry = Entry(func, (token,), {}, here(4), _is_grad_enabled())
+    entry.kind = "backward"
+    if _any_autocast():
+        entry.autocast = autocast_state()
+    if loss.numel() == 1:
+        entry.losses = (loss.detach(),)
+    return tape.add(entry, None)
+
+
+def _begin_backward(session: Session, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """On the tape before it runs: an optimizer that steps inside (in a hook) is judged with it."""
+    with hidden():
+        roots = [t for t in _roots_of_backward(args, kwargs) if t.numel() == 1]
+        entry.losses = tuple([t.detach() for t in roots])
+        _before_scaling(session, entry, roots)
+    session.tape.add(entry, None)
+
+
+def _may_write(session: Session, weights: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """A loop that has no optimizer updates its weights itself: False when that update was judged and refused."""
+    mark = here(4)
+    if session.tape.backwards:
+        session.refused = None
+        if any([judge(weights) for judge in session.before_update]):
+            session.refused = mark
+    if session.refused is None:
+        return True
+    if mark is not None and (mark.code, mark.lineno) == (session.refused.code, session.refused.lineno):
+        return False  # the same statement, for the next parameter
+    with quiet():
+        sources = [t for t in tensors_in((args[1:], kwargs)) if _finite.checkable(t)]
+        return all(_finite.is_finite(t) for t in sources)
+
+
+def _write(
+    session: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
+) -> None:
+    """A plain call has given a tensor, and no mode would see what is done here: what nearly all calls are."""
+    tape = session.tape
+    begun = tape.begun
+    mark, owner = here_and_module(4)
+    entry = Entry(func, tape.encode_call(args), tape.encode(kwargs) if kwargs else kwargs, mark, _is_grad_enabled())
+    if _any_autocast():
+        entry.autocast = autocast_state()
+    if tape.begun is not begun and getattr(getattr(func, "__self__", None), "__name__", "") in _ATTRIBUTES:
+        tape.begun = False  # reading an attribute uses no weight
+    if "out" in kwargs:
+        entry.writes = True
+    if owner is not None:
+        entry.owner = owner
+    tape.add(entry, out)
+
+
+def _entry(
+    session: Session,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    place: Place,
+    kind: CallKind,
+) -> Entry:
+    if _function_modes() or _dispatch_modes():
+        grad_enabled = torch.is_grad_enabled()
+        with quiet():
+            entry = _new_entry(session, func, args, kwargs, place, kind)
+        entry.grad_enabled = grad_enabled
+        return entry
+    return _new_entry(session, func, args, kwargs, place, kind)
+
+
+def _new_entry(
+    session: Session,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    place: Place,
+    kind: CallKind,
+) -> Entry:
+    tape = session.tape
+    if kind is CallKind.IN_PLACE:
+        _save_target(session, args, kwargs)
+    begun = tape.begun
+    entry = Entry(func, tape.encode(args), tape.encode(kwargs) if kwargs else kwargs, place[0], torch.is_grad_enabled())
+    if _any_autocast():
+        entry.autocast = autocast_state()
+    if begun is False and tape.begun and getattr(getattr(func, "__self__", None), "__name__", "") in _ATTRIBUTES:
+        tape.begun = False  # reading an attribute uses no weight
+    if kind is CallKind.IN_PLACE or kind is CallKind.STATE or "out" in kwargs:
+        entry.writes = True
+    if place[1] is not None:
+        entry.owner = place[1]
+    if kind is CallKind.BACKWARD:
+        entry.kind = "backward"
+    elif kind is CallKind.RANDOM:
+        entry.rng = rng_state()
+        gens = [v for v in kwargs.values() if isinstance(v, torch.Generator)]
+        entry.generators = tuple((g, g.get_state()) for g in gens)
+    return entry
+
+
+def _looked(session: Session, args: tuple[Any, ...], value: float | None, mark: Mark | None) -> None:
+    """The user's code knows of a bad value that could be trained on."""
+    t = args[0] if args else None
+    maker = session.tape.made_by(t) if isinstance(t, Tensor) and t.requires_grad else None
+    if maker is not None and len(session.looks) < MAX_LOOKS:
+        session.looks.append(Look(maker.number, mark, value, session.step))
+
+
+def _answered(session: Session, args: tuple[Any, ...], answer: bool) -> None:
+    """The user's code asked a question: was it whether a value is finite, and the answer no?"""
+    t = args[0] if args else None
+    maker = session.tape.made_by(t) if isinstance(t, Tensor) else None
+    while maker is not None:
+        token = next(tokens_in(maker.args), None)
+        if not isinstance(token, Made):
+            return
+        name = public_name(maker.func)
+        if name in ("isnan", "isinf", "isfinite"):
+            source = token.entry.made[token.position]()
+            if source is not None and source.requires_grad and answer is (name != "isfinite"):
+                _looked(session, (source,), None, here(4))
+            return
+        if name in ("logical_not", "invert", "bitwise_not"):
+            answer = not answer
+        elif name not in ("any", "all", "detach", "cpu", "item"):
+            return
+        maker = token.entry
+
+
+def _before_scaling(session: Session, entry: Entry, roots: list[Tensor]) -> None:
+    """Of a backward from what a GradScaler scaled: the losses themselves, which alone are the training's."""
+    makers = [session.tape.made_by(t) for t in roots]
+    if "scale" not in [m.kind for m in makers if m is not None]:
+        return
+    before = []
+    for t, maker in zip(roots, makers, strict=True):
+        if maker is not None and maker.kind == "scale":
+            position = next(i for i, ref in enumerate(maker.made) if ref() is t)
+            before.append(maker.unscaled[position])
+            session.gradient_scale = maker.args[1].tensor
+        else:
+            before.append(t.detach())
+    entry.unscaled = tuple(before)
+
+
+def scaled(session: Session, scaler: Any, outputs: Any, original: Callable[..., Any]) -> Any:
+    """`GradScaler.scale` as one entry: the replay must be able to tell its overflow from the training's own."""
+    mode = session.mode
+    inert = mode is None or mode.session is None or session.paused or session.busy or not scaler.is_enabled()
+    if inert or not isinstance(outputs, (Tensor, list, tuple)) or _functorch_level() is not None:
+        return original(scaler, outputs)
+    place = here_and_module(4)
+    session.paused += 1
+    try:
+        out = original(scaler, outputs)
+        # `update` writes the scale in place: the replay needs the one that was used.
+        factor = scaler._scale.detach().clone()
+    finally:
+        session.paused -= 1
+    try:
+        entry = _entry(session, scale, (outputs, factor), {}, place, CallKind.PLAIN)
+        entry.kind = "scale"
+        entry.unscaled = tuple(t.detach() for t in tensors_in(outputs))
+        session.tape.add(entry, out)
+    except Exception as bug:
+        session.failed(bug)
+    return out
+
+
+def _save_target(session: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a write in place: keep a copy of what stood there, when it came from outside the step."""
+    targets = list(tensors_in(args[:1]))
+    targets.extend(tensors_in(kwargs.get("out")))
+    for t in targets:
+        base = t._base if t._is_view() and t._base is not None else t
+        for candidate in (t, base, parameter_behind(session.tape, t)):
+            if candidate is not None and session.tape.made_by(candidate) is None:
+                outside = session.tape.token(candidate)
+                if isinstance(outside, Outside):
+                    session.tape.keep_earlier(outside)
+
+
+def custom_function(
+    session: Session, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """An `autograd.Function.apply`, which does not go through function modes."""
+    if (
+        session.mode is None
+        or session.mode.session is None
+        or session.paused
+        or session.busy
+        or _compiling()
+        or is_replaying()
+    ):
+        return apply(*args, **kwargs)
+    if _functorch_level() is not None:
+        return apply(*args, **kwargs)
+    try:
+        entry = _entry(session, apply, args, kwargs, here_and_module(3), CallKind.PLAIN)
+    except Exception as bug:
+        session.failed(bug)
+        return apply(*args, **kwargs)
+    session.paused += 1
+    try:
+        out = apply(*args, **kwargs)
+    except Exception:
+        _keep(session, entry, None)
+        raise
+    finally:
+        session.paused -= 1
+    _keep(session, entry, out)
+    return out
+
+
+def _keep(session: Session, entry: Entry, out: Any) -> None:
+    try:
+        with hidden():
+            session.tape.add(entry, out)
+    except Exception as bug:
+        session.failed(bug)
+
+
+def scale(outputs: Any, factor: Tensor) -> Any:
+    """What a GradScaler's `scale` computes."""
+    if isinstance(outputs, Tensor):
+        return outputs * factor.to(outputs.device)
+    return type(outputs)(scale(o, factor) for o in outputs)
+
+
+def _is_data(value: Any) -> bool:
+    """True for a numpy array, or a list of numbers that is not written out tensor by tensor."""
+    if isinstance(value, (list, tuple)):
+        return len(value) > 1 and next(tensors_in(value), None) is None
+    return not isinstance(value, Tensor) and hasattr(value, "__array_interface__")
+
+
+def _holds_tensor(out: Any) -> bool:
+    return isinstance(out, (tuple, list, dict)) and next(tensors_in(out), None) is not None
+
+
+def _roots_of_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Tensor]:
+    if args and isinstance(args[0], Tensor):
+        return (args[0],)
+    if args:
+        return tensors_in(args[0])
+    return tensors_in(kwargs.get("self", kwargs.get("tensors")))

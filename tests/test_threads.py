@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -61,10 +63,10 @@ def in_thread(work: Callable[[], Any]) -> threading.Thread:
     def run() -> None:
         try:
             work()
-        except BaseException as error:
-            failures.append(error)
+        except BaseException:
+            failures.append(traceback.format_exc())
 
-    failures: list[BaseException] = []
+    failures: list[str] = []
     thread = threading.Thread(target=run)
     thread.failures = failures  # type: ignore[attr-defined]
     thread.start()
@@ -72,10 +74,13 @@ def in_thread(work: Callable[[], Any]) -> threading.Thread:
 
 
 def join(*threads: threading.Thread) -> None:
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-        assert not thread.failures, thread.failures  # type: ignore[attr-defined]
+    end = time.monotonic() + 60
+    while any(t.is_alive() for t in threads) and time.monotonic() < end:
+        # One that has failed leaves the others waiting for it at a barrier: its own error is the news.
+        assert not any(t.failures for t in threads), [t.failures for t in threads]  # type: ignore[attr-defined]
+        time.sleep(0.01)
+    assert not any(t.failures for t in threads), [t.failures for t in threads]  # type: ignore[attr-defined]
+    assert not any(t.is_alive() for t in threads)
 
 
 @pytest.mark.parametrize("watch", LEVELS)

@@ -245,7 +245,11 @@ def test_what_an_evaluation_gave_is_read_along(reads: Reads, monkeypatch: pytest
     assert max(reads.sizes) > EVERY_IF_SMALL // 4
 
 
-def test_many_gradients_are_read_as_a_few_numbers(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("most", "numbers"), [(4096, 1 + 100), (64, 3)])
+def test_many_gradients_are_read_in_one_piece_and_very_many_as_a_few_numbers(
+    most: int, numbers: int, reads: Reads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nan_detector._glance.MOST", most)
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(50)])
     opt = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -256,7 +260,8 @@ def test_many_gradients_are_read_as_a_few_numbers(reads: Reads, monkeypatch: pyt
                 model(torch.randn(3, 4)).square().mean().backward()
                 opt.step()
         assert len(reads.sizes) == STEPS
-        assert sorted(reads.sizes)[STEPS // 2] == 3  # the loss, and the total and the largest of the norms
+        # The loss with each norm, or with their total and the largest of them.
+        assert sorted(reads.sizes)[STEPS // 2] == numbers
 
 
 # -- the tests themselves ---------------------------------------------------------------------------------------------

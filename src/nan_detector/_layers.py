@@ -24,6 +24,10 @@ _aminmax = torch.aminmax
 _LOOKED_AT = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
+#: Selections of layers whose index is kept.
+MOST_INDICES = 64
+
+
 class Layers:
     """Hooks on every module of the watched models, except those of `skip_types`.
 
@@ -48,6 +52,7 @@ class Layers:
         self._recorded: tuple[str, ...] = ()
         self._slots: dict[str, int] = {}
         self._extremes: Tensor | None = None  # (layers, 2), least and greatest value of each
+        self._indices: dict[tuple[int, ...], Tensor] = {}
         self.places: list[tuple[Tensor, Tensor]] = []
         self.broken = False  # a bug of ours: nothing more is looked at
         self.seen: dict[int, None] = {}  # slots, in the order in which they were measured in this step
@@ -168,8 +173,7 @@ class Layers:
             self.forget()
             return [], None
         with quiet():
-            at = torch.tensor(seen, device=self._extremes.device)
-            values = self._extremes.index_select(0, at).reshape(-1)
+            values = self._extremes.index_select(0, self._on_device(tuple(seen))).reshape(-1)
         self.forget()
         return [self.columns[slot] for slot in seen], values
 
@@ -195,8 +199,18 @@ class Layers:
                 return self.recorded_names, largest
             # A row of its own for each selection of layers would make a ring of its own for each.
             every = torch.full((len(self.columns),), ABSENT, dtype=largest.dtype, device=largest.device)
-            at = torch.tensor([self._slots[name] for name in columns], device=largest.device)
+            at = self._on_device(tuple([self._slots[name] for name in columns]))
             return self.recorded_names, every.index_copy_(0, at, largest)
+
+    def _on_device(self, slots: tuple[int, ...]) -> Tensor:
+        """`slots` as an index beside the extremes: made once, as a copy from the host may wait for the device."""
+        found = self._indices.get(slots)
+        if found is None:
+            if len(self._indices) >= MOST_INDICES:
+                self._indices.clear()
+            device = None if self._extremes is None else self._extremes.device
+            found = self._indices[slots] = torch.tensor(slots, dtype=torch.int64, device=device)
+        return found
 
 
 class LayerHook:

@@ -210,4 +210,7 @@ def _typical_gradient(p: Tensor, state: Any) -> Tensor | None:
         mean = state.get(key)
         if isinstance(mean, Tensor) and mean.shape == p.shape:
             return mean.detach().clone()
+    for mean in state.values():  # under a name of the user's own: of what is kept, a mean of gradients has both signs
+        if isinstance(mean, Tensor) and mean.shape == p.shape and mean.is_floating_point() and bool((mean < 0).any()):
+            return mean.detach().clone()
     return torch.zeros_like(p)

@@ -18,6 +18,7 @@ from nan_detector._diagnosis import diagnose
 from nan_detector._errors import ReplayRefused
 from nan_detector._gate import Suspicion
 from nan_detector._moment import Moment
+from nan_detector._lineage import EMPTY
 from nan_detector._naming import Names
 from nan_detector._origin import birth_of, silent_births, trace_of, trace_of_line
 from nan_detector._quiet import quiet
@@ -46,6 +47,7 @@ class Finding:
     silent: tuple[Birth, ...] = ()
     sample_id: tuple[str, ...] = ()
     loss_terms: tuple[LossTerm, ...] = ()
+    bad_buffers: tuple[str, ...] = ()
     again: Again | None = field(default=None, compare=False, repr=False)  # to run the step for trials
 
 
@@ -166,16 +168,9 @@ def investigate(
         finding = replace(finding, loss_terms=_loss_terms(step, replayed, finding.micro_step))
     if evidence is not None and finding.trace is not None and finding.trace.birth is not None:
         evidence.blamed = finding.trace.birth.number
-    poisoned = _poisoned_buffers(replayed, names) if finding.trace is not None else []
-    if poisoned:
-        shown = ", ".join(poisoned[:4]) + (f" and {len(poisoned) - 4} more" if len(poisoned) > 4 else "")
-        one = len(poisoned) == 1
-        note = (
-            f"the forward pass left non-finite values in {'buffer' if one else 'buffers'} {shown}, although the step "
-            f"was not taken: restore {'it' if one else 'them'} before an evaluation or a checkpoint"
-        )
-        finding = replace(finding, notes=(*finding.notes, note))
     birth = finding.trace.birth if finding.trace is not None else None
+    if birth is not None:
+        finding = replace(finding, bad_buffers=_poisoned_buffers(replayed, names, birth))
     again = replace(
         again,
         raised=type(replayed.raised) if replayed.raised is not None else None,
@@ -195,16 +190,21 @@ def _loss_terms(step: Step, replayed: Replayed, micro_step: int) -> tuple[LossTe
     return step.sums.terms_of(losses[min(micro_step, len(losses) - 1)] if bad is None else bad)
 
 
-def _poisoned_buffers(replayed: Replayed, names: Names) -> list[str]:
-    """Buffers of the model that this step's births reached."""
+def _poisoned_buffers(replayed: Replayed, names: Names, birth: Birth) -> tuple[str, ...]:
+    """Buffers of the model that are not finite: the one that was blamed, and those that this step's births reached."""
     with quiet():
         bad = {name for name, b in names.buffers() if not _finite.is_finite(b)}
-        return [
+        reached = [
             name
             for name, copy in replayed.buffers.items()
             if name in bad
-            and any(not g.intended and g.kind is not BirthKind.BUFFER for g in replayed.tracer.ancestry(copy))
+            and any(
+                not g.intended and g.kind is not BirthKind.BUFFER
+                for g in replayed.tracer.ancestry(copy) | replayed.written.get(name, EMPTY)
+            )
         ]
+    blamed = [birth.tensor_name] if birth.kind == BirthKind.BUFFER.value and birth.tensor_name in bad else []
+    return tuple(dict.fromkeys([*blamed, *reached]))
 
 
 def _weights_lost(entries: list[Entry], names: Names) -> bool:
@@ -328,6 +328,8 @@ def complete(
         sample_index=birth.sample_index,
         sample_id=finding.sample_id,
         loss_terms=finding.loss_terms,
+        first_use=birth.first_use,
+        bad_buffers=finding.bad_buffers,
         notes=(*event.notes, *notes, *((birth.note,) if birth.note else ())),
     )
 

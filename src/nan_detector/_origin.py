@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from nan_detector import _finite
 from nan_detector._lineage import EMPTY, Gen, Line, OpRecord
@@ -55,8 +55,28 @@ def trace_of(replayed: Replayed) -> Trace:
     if replayed.raised is not None or not replayed.losses:
         outputs = frozenset(g for g in _union(tracer, replayed.outputs) if not g.intended and not _replaced(g))
         reached["output"] = outputs | _at_the_end(tracer, replayed)
-    harm = frozenset().union(*reached.values())
+    harm = _made_by_writes(frozenset().union(*reached.values()), replayed.written)
     return _trace(tracer, harm, tuple(name for name, line in reached.items() if line))
+
+
+def _made_by_writes(harm: Line, written: Mapping[str, Line]) -> Line:
+    """`harm`, with what made a buffer bad within the step in place of the buffer.
+
+    A replay finds a buffer as the step has left it. Where a call of the step, outside the model's forward, made the bad
+    values that were written into it, that is the origin, and what the buffer harmed is the way it went on.
+    """
+    out = set(harm)
+    for buffer in harm:
+        made = [
+            g
+            for g in written.get(buffer.name or "", ())
+            if g.kind is BirthKind.OPERATION and not g.intended and g.record.index < buffer.record.index
+        ]
+        if buffer.kind is BirthKind.BUFFER and made:
+            out.remove(buffer)
+            out.update(made)
+            min(made, key=lambda g: g.order).passed.extend([buffer.record, *buffer.passed])
+    return frozenset(out)
 
 
 def _replaced(gen: Gen) -> bool:
@@ -210,7 +230,8 @@ def birth_of(gen: Gen) -> Birth:
         first_bad_index=gen.first_bad,
         sample_index=gen.rows if gen.kind in (BirthKind.INPUT, BirthKind.LABEL) else (),
         guilty_rows=gen.rows,
-        note=gen.note or (f"first used at {_where(record)}" if source else ""),
+        first_use=_location(record) if source else None,
+        note=gen.note,
     )
 
 

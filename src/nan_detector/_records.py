@@ -244,6 +244,8 @@ class NaNEvent(Record):
     loss: float | None = _float(None)
     time: float = 0.0
     loss_terms: tuple[LossTerm, ...] = _nested(LossTerm, ())
+    first_use: Location | None = _nested(Location, None)
+    bad_buffers: tuple[str, ...] = ()
 
     @property
     def batch_idx(self) -> int:

@@ -17,10 +17,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from nan_detector._call_site import Called, caller
-from nan_detector._calls import public_name
+from nan_detector._calls import CallKind, kind_of, public_name
 from nan_detector._change import Change, Follower
 from nan_detector._errors import ReplayRefused
-from nan_detector._lineage import key_of
+from nan_detector._lineage import Line, key_of
 from nan_detector._loss_terms import Sums
 from nan_detector._moment import Moment, Snapshot, is_passive_buffer, restore
 from nan_detector._naming import Names, is_made, is_move
@@ -58,6 +58,7 @@ class Replayed:
     changed: list[Outside] = field(default_factory=list)  # written in place after the step used them
     backward_ends: list[int] = field(default_factory=list)  # operations made when each backward ended
     drew: bool = False  # random numbers were drawn
+    written: dict[str, Line] = field(default_factory=dict)  # of buffers that recorded calls wrote: what they descend from
 
     def micro_step_of(self, operation: int) -> int:
         """How many backward passes had ended when `operation` ran."""
@@ -308,6 +309,7 @@ class Step:
         if entry.scalar is not None:
             tracer.number_given((args, kwargs))
         self.results[entry] = list(tensors_in(out))
+        self._note_write(entry)
         if tracer.evidence is not None and entry.kind == "root":
             tracer.evidence.root_gave(entry, self.results[entry])
         if tracer.api == "grad" and not any(t.requires_grad for t in self.results[entry]):
@@ -324,6 +326,16 @@ class Step:
             self.replayed.backward_ends.append(tracer.operations)
             self._compare(entry, roots)
         return True
+
+    def _note_write(self, entry: Entry) -> None:
+        """A model's own method, called by the loop, may write a buffer; the model is run with a copy of the buffer."""
+        target = entry.args[0] if entry.kind == "call" and entry.args else None
+        if not isinstance(target, Outside) or target.gone or kind_of(entry.func) is not CallKind.IN_PLACE:
+            return
+        known = self.names.of_memory(key_of(target.tensor))
+        if known is not None and known[0] is BirthKind.BUFFER and self.results[entry]:
+            with quiet():
+                self.replayed.written[known[1]] = self.tracer.ancestry(self.results[entry][0])
 
     def _edits_gradients(self, entry: Entry) -> bool:
         """True for a call that is given gradients and no other tensor: scaling and clipping by hand."""

@@ -113,11 +113,13 @@ class FiniteState(Change):
 
     Args:
         names: Names of what belongs to the watched models.
+        guilty: Name of what is known to be bad: there -inf is no mask.
     """
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: Names, guilty: str | None = None) -> None:
         super().__init__()
         self._names = names
+        self._guilty = guilty
         self._sound: dict[int, Tensor] = {}  # looked at, and held so that no other tensor gets its identity
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -128,7 +130,8 @@ class FiniteState(Change):
     def _argument(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.is_leaf or id(value) in self._sound:
             return value
-        if self._names.of_memory(key_of(value)) is None or _is_sound(value):
+        known = self._names.of_memory(key_of(value))
+        if known is None or (_is_sound(value) and known[1] != self._guilty):
             self._sound[id(value)] = value
             return value
         return self.stand_in(value, mended)

@@ -233,7 +233,7 @@ def _unscaled(lab: Lab, planned: Planned) -> Trial:
 
 
 def _state(lab: Lab, planned: Planned) -> Trial:
-    return _told(planned, lab.run(FiniteState(lab.again.names)))
+    return _told(planned, lab.run(FiniteState(lab.again.names, lab.birth.tensor_name if lab.birth is not None else None)))
 
 
 def _data(lab: Lab, planned: Planned) -> Trial:

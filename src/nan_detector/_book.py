@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from nan_detector._config import Config
 from nan_detector._eventlog import EventLog
@@ -93,23 +93,31 @@ class Book:
         log_beside_stderr(level, headline(event))  # the report, which goes there, begins with the headline
         print_report(event, file=sys.stderr)
 
-    def warn(self, record: WarningRecord | GradEvent, message: str) -> None:
+    def warn(self, record: WarningRecord, message: str) -> None:
         """Keep, write and log a warning."""
-        kind = record.kind if isinstance(record, WarningRecord) else "grad_norm"
         with self._lock:
-            kept: list[WarningRecord] | list[GradEvent] = (
-                self.warnings if isinstance(record, WarningRecord) else self.grad_events
-            )
-            if len(kept) < self._config.max_events:
-                kept.append(record)  # type: ignore[arg-type]  # the list of its own kind, chosen above
+            if len(self.warnings) < self._config.max_events:
+                self.warnings.append(record)
             self.write(record)
+        self._log(record.kind, message)
+        self._tell(self._config.on_warning, record, "on_warning")
+
+    def warn_each(self, records: Sequence[GradEvent], message: str) -> None:
+        """Keep and write a step's warnings of large gradients; one line of the log is enough for them."""
+        with self._lock:
+            for record in records:
+                if len(self.grad_events) < self._config.max_events:
+                    self.grad_events.append(record)
+                self.write(record)
+        self._log("grad_norm", message)
+
+    def _log(self, kind: str, message: str) -> None:
+        with self._lock:
             self._counts[kind] = count = self._counts.get(kind, 0) + 1
         if count <= MAX_LOGGED_WARNINGS:
             logger.warning(
                 "%s%s", message, " (further ones of this kind are not logged)" if count == MAX_LOGGED_WARNINGS else ""
             )
-        if isinstance(record, WarningRecord):
-            self._tell(self._config.on_warning, record, "on_warning")
 
     def close(self) -> None:
         """Flush and close the log."""

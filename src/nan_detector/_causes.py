@@ -151,7 +151,7 @@ _DOMAIN = (
     _C(
         "std_of_one",
         "standard deviation of one element",
-        "The unbiased estimate divides by n - 1, which is 0.",
+        "With the default correction=1, std and var need two elements.",
         "Use correction=0, or skip the normalisation when there is only one element.",
         "std and var divide by n - correction, and the default correction is 1. "
         "With one element (a last batch of one, a group of one sample) that is 0/0 = NaN. "
@@ -452,7 +452,7 @@ _STATE = (
     _C(
         "parameter_non_finite",
         "parameter was already non-finite",
-        "The parameter was bad before the step began.",
+        "No operation of the step made it.",
         "Check the initialisation and the checkpoint: torch.isfinite(p).all() for every parameter.",
         "The value was there before the first operation of the step: an initialisation (log of a class that does not "
         "occur), "
@@ -472,7 +472,7 @@ _STATE = (
     _C(
         "buffer_non_finite",
         "buffer was already non-finite",
-        "A buffer such as a running statistic was bad before the step began.",
+        "No operation of the step made it: a running statistic keeps what an earlier batch put there.",
         "Reset it (bn.reset_running_stats()) and find the batch that poisoned it.",
         "Buffers are not seen by the optimizer, so a NaN in running statistics survives every restore of the weights. "
         "In training mode batch norm does not even read them, so it shows in evaluation only. "
@@ -492,8 +492,8 @@ _STATE = (
 _DATA = (
     _C(
         "input_non_finite",
-        "the batch brought it: input",
-        "The input was non-finite before the model saw it.",
+        "bad values in the batch's input",
+        "They were there before the model saw the batch.",
         "Check the data: torch.isfinite(x).all() in the dataset, and constant columns in the normalisation.",
         "The values came with the batch, so no operation of the step made them. "
         "Missing values, a normalisation by a standard deviation of 0 and corrupt files are the usual sources. "
@@ -501,8 +501,8 @@ _DATA = (
     ),
     _C(
         "label_non_finite",
-        "the batch brought it: target",
-        "The target was non-finite before the loss saw it.",
+        "bad values in the batch's target",
+        "They were there before the loss saw the batch.",
         "Check the targets in the dataset, and mask missing ones before the loss.",
         "The target came non-finite with the batch. "
         "Missing measurements are often stored as NaN, and a log or ratio of raw targets makes -inf. "

@@ -306,7 +306,8 @@ def complete(
     birth: Birth = trace.birth  # type: ignore[assignment]  # checked above; replace() keeps it
     cause, runners_up = diagnose(trace)
     notes = list(finding.notes)
-    notes += [f"could also be: {c.title}" for c in runners_up]
+    if runners_up:
+        notes.append("could also be: " + "; or ".join(c.title for c in runners_up))
     return replace(
         event,
         status="final",

@@ -339,18 +339,19 @@ class Judge:
         if reading.largest is None or not reading.largest > threshold or self._warned_step == step:
             return False
         self._warned_step = step
-        warned = False
         with quiet():
             each = reading.norms.tolist()
-        for name, norm in zip(names, each, strict=True):
-            if norm > threshold and norm != float("inf"):
-                layer, _, parameter = name.rpartition(".")
-                self.run.book.warn(
-                    GradEvent(step, layer, parameter or name, norm, threshold),
-                    f"step {step}: the gradient norm of {name} is {norm:.3g}, above grad_norm_warn={threshold:g}",
-                )
-                warned = True
-        return warned
+        large = [(n, norm) for n, norm in zip(names, each, strict=True) if norm > threshold and norm != float("inf")]
+        if not large:
+            return False
+        events = [GradEvent(step, name.rpartition(".")[0], name.rpartition(".")[2], n, threshold) for name, n in large]
+        name, most = max(large, key=lambda pair: pair[1])
+        many = f"{len(large)} of {len(names)} gradient norms are above grad_norm_warn={threshold:g}, the largest "
+        one = f"the gradient norm of {name} is {most:.3g}, above grad_norm_warn={threshold:g}"
+        self.run.book.warn_each(
+            events, f"step {step}: {one if len(large) == 1 else f'{many}{most:.3g} of {name}'}"
+        )
+        return True
 
     def tell_evaluations(self) -> None:
         """Warn of what the last evaluation gave, when no gate follows that would read it."""

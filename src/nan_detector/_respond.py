@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from nan_detector._aftermath import Aftermath, BadState, Damage
-from nan_detector._before import before_sentences
+from nan_detector._before import LEARNING_RATE, before_sentences
 from nan_detector._capsule.write import Capsules
 from nan_detector._config import Policy, Replay, policy_named
 from nan_detector._erased import erased
@@ -211,7 +211,8 @@ class Responder:
     def _explain(self, current: Session, event: NaNEvent, suspicion: Suspicion, finding: Finding | None) -> NaNEvent:
         if suspicion.hyper is not None and not suspicion.losses and not suspicion.gradients:
             steps, columns = self.run.recorder.columns(ROWS)
-            return hyper_event(event, suspicion.hyper, before_sentences(columns, steps, layer=None))
+            rates = tuple(columns.get(LEARNING_RATE, ()))
+            return hyper_event(event, suspicion.hyper, before_sentences(columns, steps, layer=None), rates)
         if finding is None and self.run.config.replay is Replay.OFF:
             finding = Finding(notes=("replay='off': only what the gate saw is known",))
         if finding is None:

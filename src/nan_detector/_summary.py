@@ -10,6 +10,7 @@ from __future__ import annotations
 import linecache
 import math
 import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from nan_detector._records import Location, NaNEvent, Site, TensorStats, Trial
 from nan_detector._source import source_context
 from nan_detector._source_text import clean
 from nan_detector._summary_loss import term_lines
+from nan_detector._summary_state import state_lines
 from nan_detector._verdict import shown_by
 
 #: Label of the row that holds source lines. Renderers show its lines two columns further left, without the label.
@@ -36,21 +38,12 @@ _PHASES = {
     "state": "in the state (bad before the step)",
 }
 _SEVERITIES = {"silent": ", absorbed in silence", "handled": ", and handled"}
-_ACTIONS = {
-    "stop": "the step was not taken",
-    "raise": "the step was not taken",
-    "skip": "the step was skipped",
-    "warn": "the step was taken",
-    "rollback": "the run was rolled back",
-}
-_WEIGHTS = {"clean": "weights are clean", "restored": "weights were restored"}
-_REPRODUCED = {"yes": "yes", "no": "no", "not_tried": "not tried"}
 _VERDICTS = {
     "data": "data: the batch has to change",
     "precision": "precision: a wider number format keeps the step finite",
     "formula": "formula: the computation has to change",
     "state": "state: bad before the step began",
-    "optimizer": "optimizer: its own arithmetic did it",
+    "optimizer": "optimizer: the gradients were finite, the step itself was not",
     "compiler": "compiler: run eagerly, the step is finite",
     "not_reproducible": "not reproducible: run again, the step was finite",
 }
@@ -66,12 +59,18 @@ _TRIALS = {
     "samples": "samples",
 }
 _TOLD_IN_FULL = ("again", "samples")
+#: Causes for which what is tried on one step tells less than it seems to: the numbers grow from step to step.
+_GROWTH = ("learning_rate_too_high", "gradient_explosion", "gradients_accumulated")
+_SETTINGS = ("learning_rate_non_finite", "hyperparameter_non_finite")
+#: Operations whose names say nothing to who wrote `clip_grad_norm_` or has a norm logged.
+_UNNAMED = {"foreach_norm": "gradient norm", "foreach_mul": "gradients"}
 _LONGEST_LINE, _LONGEST_JOIN = 240, 110
 _LARGEST_SOURCE_FILE = 4 * 2**20
 _MOST_CONTINUATIONS = 3
 _MOST_SITES = 10
 _MOST_SAMPLES = 8
 _MOST_INPUTS = 4
+_FEW_SAMPLES = 3  # that are named again where it is said what the step did without them
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +134,17 @@ def where(event: NaNEvent) -> str:
     module = event.layer_name or ""
     if module and event.module_type:
         module += f" ({event.module_type})"
+    operation = _operation(event)
+    parts = [module, operation, event.tensor_name or ""]
     # Where a tensor was bad before any operation ran, its name is the answer; elsewhere the operation is.
-    tensor_first = event.phase in ("data", "state", "optimizer")
-    parts = [module, _operation(event), event.tensor_name or ""]
-    if tensor_first:
-        parts = [event.tensor_name or "", module, _operation(event)]
+    if event.tensor_name and event.phase in ("data", "state"):
+        parts = [event.tensor_name, module if event.module_type else "", event.call or ""]
+    elif event.phase == "optimizer":
+        parts = [event.tensor_name or "", module, operation if operation != event.op or not event.output else ""]
     if event.location is not None:
         parts.append(place(event.location))
+    elif event.first_use is not None:
+        parts.append(f"first used at {place(event.first_use)}")
     return clean("  ·  ".join(p for p in parts if p))
 
 
@@ -167,12 +170,12 @@ def rows(event: NaNEvent) -> tuple[Row, ...]:
         ("why", _why(event)),
         ("values", _values(event) if unexplained else ()),
         ("fix", _fix(event)),
-        ("tried", _joined_if_short([_trial(t) for t in event.trials if not _is_fix(t)])),
+        ("tried", _joined_if_short([_trial(t, event) for t in event.trials if not _is_fix(t) and not _is_same(t)])),
         ("verdict", [_verdict(event)]),
         ("terms", term_lines(event.loss_terms, place)),
         ("spread", [_spread(event)]),
         ("before", _joined_if_short(event.before)),
-        ("state", [_state(event)]),
+        ("state", state_lines(event)),
         ("capsule", [event.capsule or ""]),
         ("note", event.notes),
     ]
@@ -313,8 +316,8 @@ def _values(event: NaNEvent) -> list[str]:
     return lines
 
 
-#: What came of the fix is told beside it up to this length.
-_BESIDE_FIX = 70
+#: What came of the fix is told beside it up to this length, of its own and with the fix.
+_BESIDE_FIX, _LONGEST_BESIDE = 70, 120
 
 
 def _is_fix(trial: Trial) -> bool:
@@ -322,23 +325,46 @@ def _is_fix(trial: Trial) -> bool:
 
 
 def _fix(event: NaNEvent) -> list[str]:
-    lines = (event.cause.fix or "").strip().splitlines() if event.cause is not None else []
-    if not lines:
-        return []
-    *above, last = lines
+    general = (event.cause.fix or "").strip().splitlines() if event.cause is not None else []
     tried = next((t for t in event.trials if _is_fix(t)), None)
     if tried is None:
-        return lines
-    outcome = _outcome_of_fix(tried)
-    return [*lines, outcome] if len(outcome) > _BESIDE_FIX else [*above, f"{last}{GAP}{outcome}"]
+        return general
+    if not general:
+        return []
+    form, _, followed = tried.detail.rstrip(".").rpartition(": ")
+    if not tried.finite or not form:
+        return _beside(general, _outcome_of_fix(tried))
+    # What was seen to work comes first: it is written for the user's own line.
+    return [*_beside([form], f"tried on this step: {followed}"), *_in_general(general, form)]
+
+
+def _beside(lines: Sequence[str], outcome: str) -> list[str]:
+    *above, last = lines
+    if len(outcome) > _BESIDE_FIX or len(last) + len(GAP) + len(outcome) > _LONGEST_BESIDE:
+        return [*lines, outcome]
+    return [*above, f"{last}{GAP}{outcome}"]
+
+
+def _in_general(general: Sequence[str], form: str) -> list[str]:
+    """The cause's own advice, unless the form that was tried is nothing but that advice followed."""
+    said = " ".join(general)
+    names = _names_in(said)
+    if said in form or (names and names <= _names_in(form) and " or " not in said):
+        return []
+    return [f"in general: {general[0]}", *general[1:]]
+
+
+def _names_in(code: str) -> set[str]:
+    return set(re.findall(r"[A-Za-z_]\w*(?=\()|(?<=\.)[A-Za-z_]\w*", code))
 
 
 def _outcome_of_fix(trial: Trial) -> str:
     detail = trial.detail.rstrip(".")
     if trial.finite is None:
         return "not tried" + (f": {detail}" if detail else "")
-    outcome = "all finite" if trial.finite else "still not finite"
-    return "tried on this step: " + (detail if "finite" in detail else ", ".join(filter(None, [detail, outcome])))
+    if not trial.finite:
+        return "tried on this step, and not enough" + (f": {detail}" if detail else "")
+    return "tried on this step: " + (detail if "finite" in detail else ", ".join(filter(None, [detail, "all finite"])))
 
 
 def trial_name(trial: Trial) -> str:
@@ -346,17 +372,17 @@ def trial_name(trial: Trial) -> str:
     return _TRIALS.get(trial.name, trial.name.replace("_", " "))
 
 
-def _verdict(event: NaNEvent) -> str:
-    """What the verdict means, and what was tried that shows it (the fix has a row of its own)."""
-    said = _VERDICTS.get(event.verdict, "")
-    shown = shown_by(event)
-    if shown is None or shown.name in _TOLD_IN_FULL or _is_fix(shown):
-        return said
-    return f"{said} (tried {_TRIALS[shown.name]})" if said and shown.name in _TRIALS else said
+def _is_same(trial: Trial) -> bool:
+    """True for the step run again with nothing changed that did the same: "reproduced" tells that."""
+    return trial.name == "again" and trial.finite is False and trial.detail.startswith("twice")
 
 
-def _trial(trial: Trial) -> str:
+def _trial(trial: Trial, event: NaNEvent) -> str:
     name = trial_name(trial)
+    if trial.name == "samples" and trial.finite is not None and trial.detail:
+        if len(event.sample_index) > _FEW_SAMPLES:  # they stand in a row of their own
+            return re.sub(r"^without samples [\d, and to]*(more )?(?=the step)", "without those samples ", trial.detail)
+        return trial.detail
     if trial.finite is not None and trial.name in _TOLD_IN_FULL and trial.detail:
         return f"{name}: {trial.detail}"
     outcome = {True: "finite", False: "not finite", None: "not tried"}[trial.finite]
@@ -365,16 +391,33 @@ def _trial(trial: Trial) -> str:
     return f"{name}: {outcome}" + (f" ({detail})" if detail else "")
 
 
+def _verdict(event: NaNEvent) -> str:
+    """What the verdict means, and what was tried that shows it (the fix has a row of its own)."""
+    code = event.cause.code if event.cause is not None else ""
+    if event.verdict == "formula" and code in _GROWTH:
+        return "formula: the growth has to stop; a wider number format only puts it off"
+    if event.verdict == "optimizer" and code in _SETTINGS:
+        return "optimizer: model, loss and gradients are finite, a setting of the optimizer is not"
+    said = _VERDICTS.get(event.verdict, "")
+    shown = shown_by(event)
+    if shown is None or shown.name in _TOLD_IN_FULL or _is_fix(shown):
+        return said
+    return f"{said} (tried {_TRIALS[shown.name]})" if said and shown.name in _TRIALS else said
+
+
 def _spread(event: NaNEvent) -> str:
     names: list[str] = []
-    previous = ""
+    passed: set[str] = set()  # on the way forward, or on the way back: a place that is left and entered is one place
+    turned = event.phase == "backward"
     for site in _sites(event):
         name = site.layer_name or (site.phase if site.phase in ("loss", "optimizer") else site.op)
-        if name != previous:
-            turned = event.phase == "backward" or any(n.startswith("backward:") for n in names)
-            turns = site.phase == "backward" and not turned
+        name = _UNNAMED.get(name, name)
+        turns = site.phase == "backward" and not turned
+        if turns:
+            turned, passed = True, set()
+        if name not in passed:
             names.append(f"backward: {name}" if turns else name)
-        previous = name
+        passed.add(name)
     if len(names) > _MOST_SITES:
         middle = len(names) - _MOST_SITES + 1
         names = [*names[: _MOST_SITES - 4], f"… {middle} more …", *names[-3:]]
@@ -390,11 +433,3 @@ def _sites(event: NaNEvent) -> Sequence[Site]:
 def _joined_if_short(sentences: Sequence[str]) -> Sequence[str]:
     joined = (" " if all(s.endswith(".") for s in sentences) else "; ").join(sentences)
     return [joined] if len(joined) <= _LONGEST_JOIN else sentences
-
-
-def _state(event: NaNEvent) -> str:
-    weights = _WEIGHTS.get(event.weights, f"weights are {event.weights}" if event.weights else "")
-    action = "" if _is_of_a_block(event) else _ACTIONS.get(event.action, event.action).rstrip(".")
-    said = ": ".join(p for p in (weights, action) if p)
-    reproduced = f"reproduced: {_REPRODUCED.get(event.reproduced, event.reproduced)}"
-    return f"{said}.        {reproduced}" if said else reproduced

@@ -74,12 +74,14 @@ def custom_backward(birth: Birth, trace: Trace) -> Cause | None:
         return None
     name = f"{birth.derivative_of}.backward" if birth.derivative_of else "the backward of a custom Function"
     values = [
-        f"{number(s.min)} ... {number(s.max)}" for s in operands(birth) if s.min is not None and s.max is not None
+        number(s.min) if s.min == s.max else f"{number(s.min)} ... {number(s.max)}"
+        for s in operands(birth)
+        if s.min is not None and s.max is not None
     ]
     non_finite = (
         "a non-finite value" if birth.guilty_count == 1 else f"{birth.guilty_count or 'some'} non-finite values"
     )
-    inputs = f" from inputs in {' and '.join(values[:2])}" if values else ""
+    inputs = f", where its inputs are {' and '.join(values[:2])}" if values else ""
     return cause("custom_backward", f"{birth.op} in {name} made {non_finite}{inputs}.")
 
 

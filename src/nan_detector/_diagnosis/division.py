@@ -250,8 +250,7 @@ def std_of_one(birth: Birth, trace: Trace) -> Cause | None:
     return cause(
         "std_of_one",
         f"{op} runs over {elements} element{'s' if elements > 1 else ''} of a tensor of shape {tuple(stats.shape)}, "
-        "and divides by "
-        f"{elements} - {correction:g} = {number(elements - correction)}.",
+        f"and divides by {elements} - {correction:g} = {elements - correction:g}.",
         fix=f"torch.{op}(x, dim, correction=0)",
     )
 

@@ -148,6 +148,9 @@ def sqrt_of_negative(birth: Birth, trace: Trace) -> Cause | None:
     if in_optimizer_step(birth):
         why = "Inside the optimizer it is E[g²] - E[g]², which cancels when a gradient hardly changes."
         return cause("sqrt_of_negative", evidence, why, fix="centered=False, or a larger eps in the optimizer")
+    if birth.phase == "optimizer":
+        why = "Running means of squares and of their roots, E[g²] - E[g]², cancel when a gradient hardly changes."
+        return cause("sqrt_of_negative", evidence, why, fix=f"x.clamp_min(0).{op}() in the optimizer's step")
     if mentions(birth, r"\bvar|mean|std|moment"):
         why = "A variance as E[x²] - E[x]² loses its digits when the mean is large against the spread."
         fix = f"torch.{op}(torch.var(x, dim, correction=0, keepdim=True) + eps), dim being that of the mean"

@@ -228,16 +228,14 @@ def learning_rate_too_high(birth: Birth, trace: Trace) -> Cause | None:
         said.append(f"The learning rate is {short(trace.learning_rates[-1])}.")
     said.append(f"{birth.call or birth.op} overflowed first; it only passed on what had grown.")
     rate = trace.learning_rates[-1] if trace.learning_rates else None
-    tenth = (
-        f"a learning rate of {short(rate / 10)} or less"
-        if rate and math.isfinite(rate)
-        else "a tenth of the learning rate"
-    )
-    return cause(
-        "learning_rate_too_high",
-        *said,
-        fix=f"{tenth}; scale the inputs to unit variance, warm up, or clip_grad_norm_(params, 1.0)",
-    )
+    if risen is not None:
+        lower = f"the learning rate of before the jump, {short(risen[0])}, or a warm-up to {short(risen[1])}"
+    elif rate and math.isfinite(rate):
+        lower = f"a learning rate of {short(rate / 10)} or less"
+    else:
+        lower = "a tenth of the learning rate"
+    more = "scale the inputs to unit variance, or clip_grad_norm_(params, 1.0)"
+    return cause("learning_rate_too_high", *said, fix=f"{lower}; {more}")
 
 
 def gradient_explosion(birth: Birth, trace: Trace) -> Cause | None:

@@ -66,12 +66,9 @@ def softmax_fully_masked(birth: Birth, trace: Trace) -> Cause | None:
     if not attention and not masked and any(s.posinf_count for s in operands(birth)):
         return None
     stats = next((s for s in operands(birth) if s.neginf_count), None)
-    said = f"{birth.call or op} met rows that are -inf everywhere"
+    said = _rows(birth) or f"{birth.call or op} met rows that are -inf everywhere"
     if stats is not None and stats.numel == stats.neginf_count:
         said += f": all {stats.numel} logits at the NaN results are -inf"
-    rows = _rows(birth)
-    if rows:
-        said += f" ({rows})"
     fix = None
     if attention or mentions(birth, r"attn|attention|padding|cross|MultiheadAttention"):
         fix = "unmask one key of such rows and zero their result: mask[mask.all(-1)] = False"
@@ -86,7 +83,7 @@ def _rows(birth: Birth) -> str:
     length = out.shape[int(dim)]
     if length == 0 or out.nan_count % length:
         return ""
-    return f"{out.nan_count // length} of {out.numel // length} rows of length {length}"
+    return f"{share(out.nan_count // length, out.numel // length, 'rows')} (of length {length})"
 
 
 def logsumexp_fully_masked(birth: Birth, trace: Trace) -> Cause | None:

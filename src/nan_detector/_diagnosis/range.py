@@ -92,7 +92,7 @@ def half_overflow(birth: Birth, trace: Trace) -> Cause | None:
     """A float16 result beyond 65504."""
     if in_backward(birth) or not is_half(out_dtype(birth)) or not overflowed(birth):
         return None
-    return cause("half_overflow", f"{reach_in_words(birth)}; float16 ends at 65504.", fix=_half_fix(birth))
+    return cause("half_overflow", f"{reach_in_words(birth)}.", fix=_half_fix(birth))
 
 
 def _half_fix(birth: Birth) -> str:
@@ -139,7 +139,7 @@ def half_gradient_overflow(birth: Birth, trace: Trace) -> Cause | None:
     """A float16 gradient beyond 65504."""
     if not in_backward(birth) or not is_half(out_dtype(birth)) or not overflowed(birth):
         return None
-    return cause("half_gradient_overflow", f"{reach_in_words(birth)}; float16 ends at 65504.")
+    return cause("half_gradient_overflow", f"{reach_in_words(birth)}.")
 
 
 def gradient_overflow(birth: Birth, trace: Trace) -> Cause | None:

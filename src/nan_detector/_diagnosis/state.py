@@ -74,7 +74,7 @@ def buffer_non_finite(birth: Birth, trace: Trace) -> Cause | None:
 def input_non_finite(birth: Birth, trace: Trace) -> Cause | None:
     """The batch brought a bad input."""
     return (
-        cause("input_non_finite", _counts(birth, _stats(birth)), _samples(birth))
+        cause("input_non_finite", _counts(birth, _stats(birth)))
         if birth.kind == BirthKind.INPUT.value
         else None
     )
@@ -83,7 +83,7 @@ def input_non_finite(birth: Birth, trace: Trace) -> Cause | None:
 def label_non_finite(birth: Birth, trace: Trace) -> Cause | None:
     """The batch brought a bad target."""
     return (
-        cause("label_non_finite", _counts(birth, _stats(birth)), _samples(birth))
+        cause("label_non_finite", _counts(birth, _stats(birth)))
         if birth.kind == BirthKind.LABEL.value
         else None
     )
@@ -136,16 +136,8 @@ def _counts(birth: Birth, stats: TensorStats | None) -> str:
     counted = [f"{count} {what}" for count, what in kinds if count]
     first = f", first at {list(birth.first_bad_index)}" if birth.first_bad_index else ""
     said = " and ".join(counted) or "some non-finite"
-    return f"{name}: of {stats.numel} values ({plain(stats.dtype)}) {said}{first}."
-
-
-def _samples(birth: Birth) -> str:
-    """Which samples of the batch brought it."""
-    if not birth.sample_index:
-        return ""
-    shown = ", ".join(str(i) for i in birth.sample_index[:8])
-    more = f" and {len(birth.sample_index) - 8} more" if len(birth.sample_index) > 8 else ""
-    return f"Samples of the batch: {shown}{more}."
+    meant = " -inf is what log(0) gives." if stats.neginf_count and stats.neginf_count == stats.bad_count else ""
+    return f"{name}: of {stats.numel} values ({plain(stats.dtype)}) {said}{first}.{meant}"
 
 
 def _where(birth: Birth) -> str:

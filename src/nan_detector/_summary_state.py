@@ -1,0 +1,91 @@
+"""What a bad step did to the weights and what happens next, as lines of a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nan_detector._records import NaNEvent
+
+_REPRODUCED = {"yes": "yes", "no": "no", "not_tried": "not tried"}
+#: What a policy did to the step, and what it leaves to happen.
+_STEP = {
+    "stop": "the step was not taken",
+    "raise": "the step was not taken",
+    "skip": "the step was skipped",
+    "warn": "the step was taken",
+    "rollback": "the run was rolled back",
+}
+_NEXT = {
+    "stop": "training stops here",
+    "raise": "NonFiniteError is raised",
+    "skip": "training goes on",
+    "warn": "training goes on",
+    "rollback": "training goes on",
+}
+_GAP = " " * 8
+_MOST_BUFFERS = 4
+
+
+def state_lines(event: NaNEvent) -> list[str]:
+    """Weights, step and what follows in one line; buffers that are bad, and what to do, in lines of their own."""
+    # An event of `detect_nan`, which knows of no steps and no weights.
+    of_a_block = event.action == "raise" and not event.weights
+    reproduced = _reproduced(event)
+    if of_a_block or not (event.weights or event.action):
+        return [reproduced]
+    damaged = event.weights.startswith("damaged")
+    said = _damage(event) if damaged else _sound(event)
+    more = _buffers(event.bad_buffers)
+    if damaged and event.action != "warn":
+        more.insert(0, _mend(event))
+    elif not damaged and event.phase == "optimizer" and (event.tensor_name or "").startswith("optimizer.state["):
+        more.insert(0, "the optimizer's state is damaged: clear it (optimizer.state.clear()) or load it from a checkpoint")
+    return [f"{said}.{_GAP}{reproduced}", *(f"{line}." for line in more)]
+
+
+def _was_bad_before(event: NaNEvent) -> bool:
+    return event.phase == "state" and bool(event.tensor_name) and event.weights.endswith(f"since step {event.step}")
+
+
+def _mend(event: NaNEvent) -> str:
+    if _was_bad_before(event):
+        return f"mend {event.tensor_name}, or load a checkpoint in which it is finite, before training goes on"
+    return f"load a checkpoint from before step {event.weights.rpartition(' ')[2]} before training goes on"
+
+
+def _damage(event: NaNEvent) -> str:
+    """Of weights that are bad already, refusing a step is beside the point."""
+    since = event.weights
+    if _was_bad_before(event):
+        since = f"damaged: {event.tensor_name} was not finite before step {event.step} began"
+    next_ = _NEXT.get(event.action, "")
+    if event.action == "warn":
+        next_ = f"{_STEP['warn']}, and {next_}" if event.phase not in ("optimizer", "state") else next_
+    return f"weights are {since}" + (f"; {next_}" if next_ else "")
+
+
+def _sound(event: NaNEvent) -> str:
+    known = {"clean": "weights are clean", "restored": "weights were restored", "": ""}
+    weights = known.get(event.weights, f"weights are {event.weights}")
+    step = _STEP.get(event.action, event.action).rstrip(".")
+    done = ", and ".join(p for p in (step, _NEXT.get(event.action, "")) if p)
+    return ": ".join(p for p in (weights, done) if p)
+
+
+def _buffers(names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    shown = ", ".join(names[:_MOST_BUFFERS]) + (f" and {len(names) - _MOST_BUFFERS} more" * (len(names) > _MOST_BUFFERS))
+    one = len(names) == 1
+    return [
+        f"{'buffer' if one else 'buffers'} {shown} {'is' if one else 'are'} not finite: restore "
+        f"{'it' if one else 'them'} before an evaluation or a checkpoint"
+    ]
+
+
+def _reproduced(event: NaNEvent) -> str:
+    said = f"reproduced: {_REPRODUCED.get(event.reproduced, event.reproduced)}"
+    again = next((t.detail for t in event.trials if t.name == "again" and t.finite is False), "")
+    if event.reproduced != "yes" or not again.startswith("twice"):
+        return said
+    return f"{said}, {again.replace('twice the same, ', 'twice, ')}"

@@ -214,6 +214,38 @@ def test_a_users_optimizer_whose_gradient_vanishes() -> None:
     assert line_of(event) == marked(inspect.unwrap(Normalised.step))
 
 
+class Belief(torch.optim.Optimizer):
+    """Keeps E[g] and E[g²] under names of its own, over windows of two lengths: their difference is no variance."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[p]
+            slow = state.setdefault("slow", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+            square = state.setdefault("square", torch.zeros_like(p)).lerp_(p.grad * p.grad, 0.05)
+            p.sub_(1e-3 * slow / ((square - slow * slow).sqrt() + 1e-8))  # <-- here
+
+
+def test_a_users_optimizer_is_taken_again_with_the_running_mean_that_it_keeps() -> None:
+    seed_all()
+    model = Scorer()
+    optimizer = Belief(model.parameters())
+    with detector(model) as det:
+        for i in range(60):
+            step(model, optimizer, constant(i, torch.float32))
+            if det.triggered:
+                break
+    event = det.event
+    assert event is not None and (event.phase, event.op, event.reproduced) == ("optimizer", "sqrt", "yes")
+    assert line_of(event) == marked(inspect.unwrap(Belief.step))
+    assert event.cause is not None and event.cause.code == "sqrt_of_negative"
+    assert event.cause.fix == "x.clamp_min(0).sqrt() in the optimizer's step"
+    assert event.weights == f"damaged since step {event.step}"
+
+
 def test_a_step_that_cannot_be_taken_again_is_still_named() -> None:
     """Plain SGD keeps nothing to take the step from again: which operation it was is not known, and said so."""
     seed_all()

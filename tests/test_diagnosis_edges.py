@@ -62,7 +62,10 @@ def test_the_numbers_beside_an_edge(op: str, dtype: torch.dtype):
 def test_what_leaves_the_domain_is_always_named(op: str, values: list[float]):
     x = torch.tensor(values)
     said = named(op, [x], getattr(torch, op)(x))
-    assert said in (None, *(code for _, *codes in EDGES[op] for code in codes))
+    if said == "underflow_to_zero":  # a 0 beside the last numbers before it
+        assert op == "rsqrt" and any(0 < abs(v) < 1e-28 for v in values)
+    else:
+        assert said in (None, *(code for _, *codes in EDGES[op] for code in codes))
 
 
 @settings(max_examples=100, deadline=None)

@@ -145,13 +145,13 @@ FIRES = [
     (
         "half_overflow",
         half_attention,
-        "Magnitudes up to 220 and 220 were multiplied and summed over 64 products; float16 ends at 65504.",
+        "Magnitudes up to 220 and 220 were multiplied and summed over 64 products.",
     ),
     ("half_overflow", square_half_attention, None),
-    ("half_overflow", lambda: squared(300.0, HALF), "Magnitudes up to 300 were raised to 2; float16 ends at 65504."),
+    ("half_overflow", lambda: squared(300.0, HALF), "Magnitudes up to 300 were raised to 2."),
     ("half_overflow", lambda: squared(300.0, HALF, "mul"), None),
-    ("half_overflow", lambda: cast(3.9e6), "Values up to 3.90e+06 were cast; float16 ends at 65504."),
-    ("half_overflow", lambda: cast(65520.0), "Values up to 65520 were cast; float16 ends at 65504."),
+    ("half_overflow", lambda: cast(3.9e6), "Values up to 3.90e+06 were cast."),
+    ("half_overflow", lambda: cast(65520.0), "Values up to 65520 were cast."),
     ("half_overflow", lambda: summed(HALF), None),
     ("half_overflow", positions, None),
     ("half_overflow", running_statistics, None),
@@ -168,7 +168,7 @@ FIRES = [
     ("overflow", lambda: grown_product(torch.bfloat16), None),
     ("overflow", probabilities_product, None),
     ("half_gradient_overflow", scaled_gradient, None),
-    ("half_gradient_overflow", gradient_cast, "Values up to 70000 were cast; float16 ends at 65504."),
+    ("half_gradient_overflow", gradient_cast, "Values up to 70000 were cast."),
     ("gradient_explosion", deep_gradient, None),
 ]
 

@@ -62,7 +62,7 @@ FIRES = [
     (
         "input_non_finite",
         lambda: source("input", 'x["pixels"]', NAN, 1.0, phase="data", sample_index=(3, 7)),
-        "Samples of the batch: 3, 7.",
+        'x["pixels"]: of 2 values (float32) 1 NaN.',
     ),
     (
         "label_non_finite",
@@ -137,6 +137,13 @@ def test_the_operation_that_met_a_source_is_not_judged(kind: str):
     assert best is not None and best.code.split("_")[0] == kind and others == ()
 
 
-def test_many_samples_are_counted_rather_than_listed():
-    best, _ = diagnose(source("input", "x", *[NAN] * 12, sample_index=tuple(range(12))))
-    assert best is not None and "Samples of the batch: 0, 1, 2, 3, 4, 5, 6, 7 and 4 more." in best.evidence
+def test_one_bad_column_is_a_constant_feature():
+    best, _ = diagnose(source("input", "x", NAN, NAN, 1.0, first_bad_index=(0, 7), bad_column=7))
+    assert best is not None
+    assert best.evidence == ("x: of 3 values (float32) 2 NaN, first at [0, 7], all in column 7.",)
+
+
+@pytest.mark.parametrize(("values", "said"), [((-INF, 1.0), True), ((-INF, NAN), False), ((INF, 1.0), False)])
+def test_minus_infinity_alone_is_the_logarithm_of_zero(values: tuple[float, float], said: bool):
+    best, _ = diagnose(source("parameter", "head.bias", *values))
+    assert best is not None and ("-inf is what log(0) gives" in best.evidence[0]) is said

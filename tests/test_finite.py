@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nan_detector import _finite, _norms
 from nan_detector._finite import (
+    bad_column,
     bad_mask,
     bad_rows,
     checkable,
@@ -80,6 +81,21 @@ def as_numpy(t: torch.Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 
 # ------------------------------------------------------------------------------------------------ against NumPy
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        ([[NAN, 1.0], [INF, 2.0]], 0),
+        ([[1.0, NAN], [2.0, 3.0]], None),  # one value is no column
+        ([[1.0, NAN], [NAN, 3.0]], None),
+        ([[1.0, 2.0], [3.0, 4.0]], None),
+        ([[NAN], [NAN]], None),
+        ([NAN, NAN], None),
+    ],
+)
+def test_a_bad_column_holds_all_of_several_bad_values(rows: list[object], found: int | None):
+    assert bad_column(torch.tensor(rows)) == found
 
 
 @given(tensors())
@@ -433,6 +449,7 @@ USES: dict[str, Callable[[torch.Tensor], object]] = {
     "stats": stats,
     "stats_where": lambda t: stats_where(t, MASK),
     "first_bad_index": first_bad_index,
+    "bad_column": bad_column,
     "bad_rows": bad_rows,
     "scalar": lambda t: scalar(t[:1]) if not t.requires_grad else scalar(t.detach()[:1]),
     "norms": lambda t: norms([t, t]),

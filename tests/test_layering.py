@@ -65,6 +65,7 @@ TABLE = (
             "_source_text",
             "_summary",
             "_summary_loss",
+            "_summary_state",
             "_thinning",
             "_trend",
             "_trial_plan",

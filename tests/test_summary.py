@@ -477,7 +477,7 @@ def test_spread_begins_at_the_birthplace_and_says_where_it_turns_back():
     [
         (Trial("fix", "", True), "x.clamp(0)      tried on this step: all finite"),
         (Trial("fix", "", True, "loss 0.7, all finite."), "x.clamp(0)      tried on this step: loss 0.7, all finite"),
-        (Trial("fix_at_op", "", False, "loss nan"), "x.clamp(0)      tried on this step: loss nan, still not finite"),
+        (Trial("fix_at_op", "", False, "loss nan"), "x.clamp(0)      tried on this step, and not enough: loss nan"),
         (Trial("fix", "", None, "no time was left"), "x.clamp(0)      not tried: no time was left"),
         (Trial("float32", "", True), "x.clamp(0)"),
     ],
@@ -485,6 +485,181 @@ def test_spread_begins_at_the_birthplace_and_says_where_it_turns_back():
 def test_a_fix_says_whether_it_was_tried(trial: Trial, said: str):
     made = event(cause=Cause("c", "t", "", fix="x.clamp(0)"), trials=(trial,))
     assert {row.label: row.lines for row in rows(made)}["fix"] == (said,)
+
+
+@pytest.mark.parametrize(
+    ("general", "detail", "said"),
+    [
+        (
+            "x / n.clamp_min(1): a sum over nothing stays 0",
+            "total / n.clamp_min(1): loss 3.7, all gradients finite",
+            ("total / n.clamp_min(1)      tried on this step: loss 3.7, all gradients finite",),
+        ),
+        (
+            "torch.acos(x.clamp(-1, 1)), or torch.atan2(s, c)",
+            "torch.acos(cos.clamp(-1, 1)): all finite",
+            (
+                "torch.acos(cos.clamp(-1, 1))      tried on this step: all finite",
+                "in general: torch.acos(x.clamp(-1, 1)), or torch.atan2(s, c)",
+            ),
+        ),
+        (
+            "Find why it is 0.",
+            f"torch.where({'x' * 80} == 0, 0.0, y): all finite",
+            (
+                f"torch.where({'x' * 80} == 0, 0.0, y)",
+                "tried on this step: all finite",
+                "in general: Find why it is 0.",
+            ),
+        ),
+    ],
+)
+def test_the_form_that_worked_comes_before_the_advice_that_it_follows(general: str, detail: str, said: tuple[str, ...]):
+    made = event(cause=Cause("c", "t", "", fix=general), trials=(Trial("fix", "", True, detail),))
+    assert {row.label: row.lines for row in rows(made)}["fix"] == said
+
+
+SAME = Trial("again", "", False, "twice the same, bit for bit")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"action": "stop"}, "weights are clean: the step was not taken, and training stops here."),
+        ({"action": "raise"}, "weights are clean: the step was not taken, and NonFiniteError is raised."),
+        ({"action": "skip"}, "weights are clean: the step was skipped, and training goes on."),
+        (
+            {"action": "rollback", "weights": "restored"},
+            "weights were restored: the run was rolled back, and training goes on.",
+        ),
+        (
+            {"action": "warn", "weights": "damaged since step 87"},
+            "weights are damaged since step 87; the step was taken, and training goes on.",
+        ),
+        ({"action": "raised by the training"}, "weights are clean: raised by the training."),
+    ],
+)
+def test_the_state_says_what_happens_next(fields: dict[str, str], said: str):
+    state = {row.label: row.lines for row in rows(event(**fields))}["state"]
+    assert state == (f"{said}        reproduced: not tried",)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"weights": "damaged since step 87", "phase": "optimizer"},
+            (
+                "weights are damaged since step 87; training stops here.        reproduced: yes",
+                "load a checkpoint from before step 87 before training goes on.",
+            ),
+        ),
+        (
+            {"weights": "damaged since step 87", "phase": "state", "tensor_name": "head.bias"},
+            (
+                "weights are damaged: head.bias was not finite before step 87 began; training stops here."
+                "        reproduced: yes",
+                "mend head.bias, or load a checkpoint in which it is finite, before training goes on.",
+            ),
+        ),
+        (
+            {"phase": "optimizer", "tensor_name": "optimizer.state[w]['exp_avg_sq']"},
+            (
+                "weights are clean: the step was not taken, and training stops here.        reproduced: yes",
+                "the optimizer's state is damaged: clear it (optimizer.state.clear()), or load it from a checkpoint.",
+            ),
+        ),
+        (
+            {"bad_buffers": ("bn.running_mean",)},
+            (
+                "weights are clean: the step was not taken, and training stops here.        reproduced: yes",
+                "buffer bn.running_mean is not finite: restore it before an evaluation or a checkpoint.",
+            ),
+        ),
+        (
+            {"bad_buffers": tuple("abcdef"), "trials": (SAME,)},
+            (
+                "weights are clean: the step was not taken, and training stops here.        "
+                "reproduced: yes, twice, bit for bit",
+                "buffers a, b, c, d and 2 more are not finite: restore them before an evaluation or a checkpoint.",
+            ),
+        ),
+    ],
+)
+def test_what_is_damaged_is_named_with_the_way_out(fields: dict[str, object], said: tuple[str, ...]):
+    made = event(**{"action": "stop", "reproduced": "yes", **fields})
+    assert {row.label: row.lines for row in rows(made)}["state"] == said
+
+
+def test_a_step_that_did_the_same_again_is_told_once():
+    made = event(reproduced="yes", trials=(SAME, Trial("float64", "", False)))
+    assert {row.label: row.lines for row in rows(made)}["tried"] == ("in float64: not finite",)
+    finite = event(reproduced="yes", trials=(dataclasses.replace(SAME, finite=True),))
+    assert "again: twice the same" in {row.label: row.lines[0] for row in rows(finite)}["tried"]
+
+
+@pytest.mark.parametrize(
+    ("index", "detail", "said"),
+    [
+        ((6,), "without sample 6 the step is finite", "without sample 6 the step is finite"),
+        (
+            tuple(range(5)),
+            "without samples 0 to 4 the step is finite; BatchNorm's statistics change with the batch",
+            "without those samples the step is finite; BatchNorm's statistics change with the batch",
+        ),
+        (
+            tuple(range(0, 24, 2)),
+            "without samples 0, 2, 4, 6, 8, 10, 12, 14 and 4 more the step is finite",
+            "without those samples the step is finite",
+        ),
+        ((), "each quarter of the batch does it", "each quarter of the batch does it"),
+    ],
+)
+def test_samples_that_have_a_row_are_not_listed_twice(index: tuple[int, ...], detail: str, said: str):
+    made = event(sample_index=index, trials=(Trial("samples", "", True, detail),))
+    assert {row.label: row.lines[0] for row in rows(made)}["tried"] == said
+
+
+def test_growth_is_not_a_matter_of_samples_or_formats():
+    grown = Cause("learning_rate_too_high", "t", "")
+    trials = (
+        Trial("float64", "", True, "loss 3.11e+281"),
+        Trial("samples", "", False, "every part of the batch does it"),
+    )
+    said = {row.label: row.lines[0] for row in rows(event(cause=grown, trials=trials, verdict="formula"))}
+    assert "tried" not in said
+    assert said["verdict"] == "formula: the growth has to stop; a wider number format only puts it off"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (
+            "learning_rate_non_finite",
+            "optimizer: loss and gradients are finite, a setting of the optimizer is not",
+        ),
+        ("sqrt_of_negative", "optimizer: the gradients were finite, the step itself was not"),
+    ],
+)
+def test_the_optimizers_settings_are_not_its_arithmetic(code: str, said: str):
+    made = event(phase="optimizer", verdict="optimizer", cause=Cause(code, "t", ""))
+    assert {row.label: row.lines[0] for row in rows(made)}["verdict"] == said
+
+
+def test_what_was_bad_before_the_step_is_told_with_its_first_use():
+    used = line("train.py", 10, "step")
+    batch = event(phase="data", tensor_name="x", op="addmm", first_use=used)
+    assert where(batch) == "x  ·  first used at train.py:10"
+    state = event(phase="state", tensor_name="head.bias", layer_name="head", op="addmm", first_use=used)
+    assert where(state) == "head.bias  ·  first used at train.py:10"
+
+
+def test_a_place_is_passed_once_in_each_direction():
+    names = ("a", "b", "a", "b")
+    forward = tuple(Site("mul", "forward", n) for n in names)
+    backward = tuple(Site("mul", "backward", n) for n in names)
+    made = event(layer_name="a", spread=(*forward, *backward, Site("foreach_norm", "backward")))
+    assert {row.label: row.lines[0] for row in rows(made)}["spread"] == "a → b → backward: a → b → gradient norm"
 
 
 def test_evidence_shares_a_line_only_where_it_fits():

@@ -63,6 +63,7 @@ class Again:
         raised: What kind of exception the step raised.
         changed: What was written in place after the step used it, and is not there any more as it was.
         opaque: What functions computed that a replay cannot call.
+        overwritten: The buffer that the birth was written into, whose value from before the step is gone.
         site: The call that the birth came of.
     """
 
@@ -75,6 +76,7 @@ class Again:
     raised: type[BaseException] | None = None
     changed: tuple[str, ...] = ()
     opaque: tuple[str, ...] = ()
+    overwritten: str = ""
     site: CallSite | None = None
 
     def step(self, deadline: float, change: Change | None = None) -> Step:

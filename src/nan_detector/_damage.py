@@ -27,6 +27,7 @@ Tensor = torch.Tensor
 
 #: State of torch's optimizers that is a running mean of the gradient itself.
 _MEANS = ("exp_avg", "grad_avg", "momentum_buffer")
+_MOST_MEANS = 4  # of a user's optimizer, each of which is tried
 #: Arithmetic of these is done step by step only when asked.
 _FAST_FORMS = ("foreach", "fused", "capturable")
 
@@ -137,7 +138,8 @@ def birth_in_step(
     Returns:
         None where no operation goes bad at the same elements.
     """
-    gen = _step_again(optimizer, harm, exact, exact or gradients)
+    means = [""] if exact or gradients else _means_of(optimizer, harm)
+    gen = next(filter(None, (_step_again(optimizer, harm, exact, exact or gradients, m) for m in means)), None)
     if gen is None:
         return None
     birth = birth_of(gen)
@@ -155,7 +157,19 @@ def birth_in_step(
     )
 
 
-def _step_again(optimizer: Any, harm: Harm, exact: bool, gradients: bool) -> Gen | None:
+def _means_of(optimizer: Any, harm: Harm) -> list[str]:
+    """Keys of the state, the likelier first, whose values may be a running mean of the gradient."""
+    state = optimizer.state.get(harm.parameter) if harm.parameter in optimizer.state else None
+    if not isinstance(state, dict):
+        return [""]
+    alike = [k for k, v in state.items() if isinstance(v, Tensor) and v.shape == harm.parameter.shape]
+    known = [k for k in _MEANS if k in alike]
+    if known or type(optimizer).__module__.startswith("torch.optim."):
+        return known[:1] or [""]
+    return [*alike[:_MOST_MEANS], ""]  # under a name of the user's own
+
+
+def _step_again(optimizer: Any, harm: Harm, exact: bool, gradients: bool, mean: str) -> Gen | None:
     with quiet():
         try:
             twin = isolated_copy(optimizer)
@@ -173,7 +187,7 @@ def _step_again(optimizer: Any, harm: Harm, exact: bool, gradients: bool) -> Gen
                 if gradients and original.grad is not None:
                     p.grad = original.grad.detach().clone()
                 elif not exact:
-                    p.grad = _typical_gradient(p, state)
+                    p.grad = _typical_gradient(p, state, mean)
     if mine is None:
         return None
     tracer = OpTracer(outside=lambda t: None)
@@ -203,14 +217,9 @@ def _make_finite(p: Tensor, state: Any) -> None:
             t.detach().nan_to_num_(0.0, 0.0, 0.0)
 
 
-def _typical_gradient(p: Tensor, state: Any) -> Tensor | None:
+def _typical_gradient(p: Tensor, state: Any, key: str) -> Tensor | None:
     if not isinstance(state, dict) or not state:
         return None if p.grad is None else torch.zeros_like(p)  # a copy has a gradient where the parameter has one
-    for key in _MEANS:
-        mean = state.get(key)
-        if isinstance(mean, Tensor) and mean.shape == p.shape:
-            return mean.detach().clone()
-    for mean in state.values():  # under a name of the user's own: of what is kept, a mean of gradients has both signs
-        if isinstance(mean, Tensor) and mean.shape == p.shape and mean.is_floating_point() and bool((mean < 0).any()):
-            return mean.detach().clone()
-    return torch.zeros_like(p)
+    mean = state.get(key)
+    known = isinstance(mean, Tensor) and mean.shape == p.shape
+    return mean.detach().clone() if known and isinstance(mean, Tensor) else torch.zeros_like(p)

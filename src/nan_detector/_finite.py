@@ -28,6 +28,7 @@ from nan_detector._values import (
 )
 
 __all__ = [
+    "bad_column",
     "bad_mask",
     "bad_rows",
     "checkable",
@@ -157,6 +158,17 @@ def first_bad_index(t: Tensor) -> tuple[int, ...]:
             position, rest = divmod(position, size)
             index.append(rest)
         return tuple(reversed(index))
+
+
+def bad_column(t: Tensor) -> int | None:
+    """The one column of a matrix that holds all its non-finite elements, of several rows; else None."""
+    with quiet():
+        t = local_part(t)
+        if t.dim() != 2 or t.shape[1] < 2 or not readable(t):
+            return None
+        columns = _mask(t).sum(dim=0)
+        found = columns.nonzero().flatten()
+        return int(found) if found.numel() == 1 and int(columns[found]) > 1 else None
 
 
 def bad_rows(t: Tensor, limit: int = 32) -> tuple[int, ...]:

@@ -17,8 +17,8 @@ from nan_detector._again import Again
 from nan_detector._diagnosis import diagnose
 from nan_detector._errors import ReplayRefused
 from nan_detector._gate import Suspicion
-from nan_detector._moment import Moment
 from nan_detector._lineage import EMPTY
+from nan_detector._moment import Moment
 from nan_detector._naming import Names
 from nan_detector._origin import birth_of, silent_births, trace_of, trace_of_line
 from nan_detector._quiet import quiet
@@ -176,6 +176,7 @@ def investigate(
         raised=type(replayed.raised) if replayed.raised is not None else None,
         changed=tuple(o.name or "a tensor" for o in replayed.changed),
         opaque=tuple(replayed.opaque),
+        overwritten=_overwritten(replayed, birth),
         site=site_of(replayed.tracer, birth) if birth is not None else None,
     )
     return replace(finding, again=again)
@@ -188,6 +189,13 @@ def _loss_terms(step: Step, replayed: Replayed, micro_step: int) -> tuple[LossTe
     if bad is None and not losses:
         return ()
     return step.sums.terms_of(losses[min(micro_step, len(losses) - 1)] if bad is None else bad)
+
+
+def _overwritten(replayed: Replayed, birth: Birth | None) -> str:
+    """The buffer that the birth was written into by a call of its own; "" where there is none."""
+    if birth is None or birth.kind != BirthKind.OPERATION.value:
+        return ""
+    return next((n for n, line in replayed.written.items() if any(g.record.index == birth.number for g in line)), "")
 
 
 def _poisoned_buffers(replayed: Replayed, names: Names, birth: Birth) -> tuple[str, ...]:

@@ -348,9 +348,7 @@ class Judge:
         name, most = max(large, key=lambda pair: pair[1])
         many = f"{len(large)} of {len(names)} gradient norms are above grad_norm_warn={threshold:g}, the largest "
         one = f"the gradient norm of {name} is {most:.3g}, above grad_norm_warn={threshold:g}"
-        self.run.book.warn_each(
-            events, f"step {step}: {one if len(large) == 1 else f'{many}{most:.3g} of {name}'}"
-        )
+        self.run.book.warn_each(events, f"step {step}: {one if len(large) == 1 else f'{many}{most:.3g} of {name}'}")
         return True
 
     def tell_evaluations(self) -> None:

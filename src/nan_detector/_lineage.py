@@ -59,6 +59,7 @@ class Gen:
     guilty: int = 0
     first_bad: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
+    column: int | None = None
     passed: list[OpRecord] = field(default_factory=list)
     ended: list[OpRecord] = field(default_factory=list)  # operations in which it vanished
     note: str = ""

@@ -230,6 +230,7 @@ def birth_of(gen: Gen) -> Birth:
         first_bad_index=gen.first_bad,
         sample_index=gen.rows if gen.kind in (BirthKind.INPUT, BirthKind.LABEL) else (),
         guilty_rows=gen.rows,
+        bad_column=gen.column,
         first_use=_location(record) if source else None,
         note=gen.note,
     )

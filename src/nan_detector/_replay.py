@@ -58,7 +58,7 @@ class Replayed:
     changed: list[Outside] = field(default_factory=list)  # written in place after the step used them
     backward_ends: list[int] = field(default_factory=list)  # operations made when each backward ended
     drew: bool = False  # random numbers were drawn
-    written: dict[str, Line] = field(default_factory=dict)  # of buffers that recorded calls wrote: what they descend from
+    written: dict[str, Line] = field(default_factory=dict)  # what a buffer that was written descends from
 
     def micro_step_of(self, operation: int) -> int:
         """How many backward passes had ended when `operation` ran."""

@@ -119,7 +119,7 @@ class Responder:
         event = replace(event, weights=weights, action=policy.value)
         if isinstance(suspicion.hyper, BadState) and suspicion.hyper.since is not None and event.phase == "state":
             event = replace(event, weights=f"damaged since step {suspicion.hyper.since}")
-        event = self._with_capsule(current, event)
+        event = self._with_capsule(current, self._since(event))
         return self._decided(event, policy, key, later=optimizer is not None)
 
     def _is_told(self, suspicion: Suspicion) -> bool:
@@ -195,6 +195,18 @@ class Responder:
         # used in every step.
         known = event.phase != "state" or (self.run.ledger.last_good_step is not None and event.op not in _LOOK_UPS)
         return f"damaged since step {event.step if known else 0}"
+
+    def _since(self, event: NaNEvent) -> NaNEvent:
+        """`event` of a parameter that was bad before the step, with a fix that knows when it was still finite."""
+        last = self.run.ledger.last_good_step
+        late = event.cause is not None and event.cause.code == "parameter_non_finite" and event.op not in _LOOK_UPS
+        if not late or event.cause is None or last is None:
+            return event
+        fix = (
+            f"it was finite in step {last}: look at what has written it since, which is the optimizer's step and any "
+            "code after it (clipping, averaging, loading)"
+        )
+        return replace(event, cause=replace(event.cause, fix=fix))
 
     def _explained(self, current: Session, event: NaNEvent, suspicion: Suspicion, finding: Finding | None) -> NaNEvent:
         """`_explain`, or the provisional event made final: a bug in the search must not cost the protection."""

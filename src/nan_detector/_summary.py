@@ -170,7 +170,7 @@ def rows(event: NaNEvent) -> tuple[Row, ...]:
         ("why", _why(event)),
         ("values", _values(event) if unexplained else ()),
         ("fix", _fix(event)),
-        ("tried", _joined_if_short([_trial(t, event) for t in event.trials if not _is_fix(t) and not _is_same(t)])),
+        ("tried", _joined_if_short([_trial(t, event) for t in _told(event)])),
         ("verdict", [_verdict(event)]),
         ("terms", term_lines(event.loss_terms, place)),
         ("spread", [_spread(event)]),
@@ -224,7 +224,7 @@ def _kind(event: NaNEvent) -> str:
 
 
 def _verb(event: NaNEvent) -> str:
-    if event.phase in ("data", "state"):
+    if event.phase in ("data", "state") or event.op == "optimizer_state":
         return "found"
     located = event.op or event.call or event.layer_name or event.tensor_name or event.location
     return "born" if located and event.status == "final" else "seen"
@@ -372,6 +372,13 @@ def trial_name(trial: Trial) -> str:
     return _TRIALS.get(trial.name, trial.name.replace("_", " "))
 
 
+def _told(event: NaNEvent) -> list[Trial]:
+    """The trials that tell something of their own."""
+    growth = event.cause is not None and event.cause.code in _GROWTH  # of which every sample and format has its share
+    hidden = ("samples", "float64") if growth else ()
+    return [t for t in event.trials if not _is_fix(t) and not _is_same(t) and t.name not in hidden]
+
+
 def _is_same(trial: Trial) -> bool:
     """True for the step run again with nothing changed that did the same: "reproduced" tells that."""
     return trial.name == "again" and trial.finite is False and trial.detail.startswith("twice")
@@ -397,7 +404,7 @@ def _verdict(event: NaNEvent) -> str:
     if event.verdict == "formula" and code in _GROWTH:
         return "formula: the growth has to stop; a wider number format only puts it off"
     if event.verdict == "optimizer" and code in _SETTINGS:
-        return "optimizer: model, loss and gradients are finite, a setting of the optimizer is not"
+        return "optimizer: loss and gradients are finite, a setting of the optimizer is not"
     said = _VERDICTS.get(event.verdict, "")
     shown = shown_by(event)
     if shown is None or shown.name in _TOLD_IN_FULL or _is_fix(shown):

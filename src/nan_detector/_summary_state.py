@@ -24,6 +24,7 @@ _NEXT = {
 }
 _GAP = " " * 8
 _MOST_BUFFERS = 4
+_CLEAR = "the optimizer's state is damaged: clear it (optimizer.state.clear()), or load it from a checkpoint"
 
 
 def state_lines(event: NaNEvent) -> list[str]:
@@ -39,7 +40,7 @@ def state_lines(event: NaNEvent) -> list[str]:
     if damaged and event.action != "warn":
         more.insert(0, _mend(event))
     elif not damaged and event.phase == "optimizer" and (event.tensor_name or "").startswith("optimizer.state["):
-        more.insert(0, "the optimizer's state is damaged: clear it (optimizer.state.clear()) or load it from a checkpoint")
+        more.insert(0, _CLEAR)
     return [f"{said}.{_GAP}{reproduced}", *(f"{line}." for line in more)]
 
 
@@ -75,7 +76,8 @@ def _sound(event: NaNEvent) -> str:
 def _buffers(names: Sequence[str]) -> list[str]:
     if not names:
         return []
-    shown = ", ".join(names[:_MOST_BUFFERS]) + (f" and {len(names) - _MOST_BUFFERS} more" * (len(names) > _MOST_BUFFERS))
+    more = len(names) - _MOST_BUFFERS
+    shown = ", ".join(names[:_MOST_BUFFERS]) + (f" and {more} more" if more > 0 else "")
     one = len(names) == 1
     return [
         f"{'buffer' if one else 'buffers'} {shown} {'is' if one else 'are'} not finite: restore "

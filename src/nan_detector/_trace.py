@@ -56,6 +56,7 @@ class Birth(Record):
         args: Non-tensor arguments as `repr` strings, by position or name ("dim=-1", "eps=1e-12").
         guilty_count: How many elements of the result are guilty.
         guilty_rows: Where along the first dimension of the result they are, at most 32.
+        bad_column: Of a matrix that was bad before the step: the one column that holds all its bad values.
         first_use: Of what was bad before the step: the line of the user's source that first used it.
     """
 
@@ -81,6 +82,7 @@ class Birth(Record):
     guilty_rows: tuple[int, ...] = ()
     note: str = ""
     first_use: Location | None = _nested(Location, None)
+    bad_column: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

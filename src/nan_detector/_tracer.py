@@ -517,6 +517,7 @@ class OpTracer(TorchDispatchMode):
                 gen.output = _finite.stats(t)
                 gen.guilty = gen.output.bad_count
                 gen.first_bad, gen.rows = _finite.first_bad_index(t), _finite.bad_rows(t)
+                gen.column = _finite.bad_column(t)
                 self._born(gen)
                 line: Line = frozenset((gen,))
                 self.lineage.mark(t, line)

@@ -157,6 +157,7 @@ def facts_of(again: Again, batch: Batch, compiled_after: bool) -> Facts:
         scaled=any(e.kind == "scale" for e in entries),
         compiled=compiled_after or any(e.compiled for e in entries) or any(_is_compiled(m) for m in modules),
         opaque=again.opaque[0] if again.opaque else "",
+        overwritten=again.overwritten,
         batch_norm=any(m.training and isinstance(m, _NORMALISES) for m in modules),
         no_float64="this device has no float64" if any(t.device.type == "mps" for t in tensors) else "",
     )

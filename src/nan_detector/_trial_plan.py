@@ -37,6 +37,7 @@ class Facts:
         scaled: A loss scale was used.
         compiled: Compiled code took part.
         opaque: What a function computed that the replay cannot call; "" where there is none.
+        overwritten: The buffer that the birth was written into.
         batch_norm: Samples are normalised with one another.
         no_float64: Why there is no float64 here.
     """
@@ -48,6 +49,7 @@ class Facts:
     compiled: bool = False
     opaque: str = ""
     batch_norm: bool = False
+    overwritten: str = ""
     no_float64: str = ""
 
 
@@ -91,6 +93,10 @@ def plan(birth: Birth | None, reproduced: Reproduced, facts: Facts) -> tuple[Pla
             chosen.append(Planned(DATA, f"Is the step finite with finite values in place of the bad ones in {name}?"))
         return tuple(chosen)
     chosen.append(Planned(FIX, "Does the proposed fix keep the step finite?"))
+    if facts.overwritten:
+        # Whatever is changed, the step would begin with the bad buffer that it has left.
+        why = f"the step has overwritten {facts.overwritten}, so it cannot be run again as it began"
+        return (*chosen[:-1], replace(chosen[-1], why_not=why))
     if birth.kind not in _COMPUTED:
         return tuple(chosen)
     if facts.half or _is_half(birth):

@@ -233,7 +233,8 @@ def _unscaled(lab: Lab, planned: Planned) -> Trial:
 
 
 def _state(lab: Lab, planned: Planned) -> Trial:
-    return _told(planned, lab.run(FiniteState(lab.again.names, lab.birth.tensor_name if lab.birth is not None else None)))
+    guilty = lab.birth.tensor_name if lab.birth is not None else None
+    return _told(planned, lab.run(FiniteState(lab.again.names, guilty)))
 
 
 def _data(lab: Lab, planned: Planned) -> Trial:

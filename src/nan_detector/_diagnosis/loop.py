@@ -6,7 +6,7 @@ import math
 import re
 
 from nan_detector._causes import cause
-from nan_detector._diagnosis.dtypes import plain
+from nan_detector._diagnosis.dtypes import is_half, plain
 from nan_detector._diagnosis.facts import (
     MATRIX_PRODUCTS,
     Rule,
@@ -171,6 +171,8 @@ def optimizer_state_overflow(birth: Birth, trace: Trace) -> Cause | None:
     return cause(
         "optimizer_state_overflow",
         f"{stats.posinf_count} of {stats.numel} values of {birth.tensor_name} are inf, none is NaN.",
+        "What is divided by inf does not move any more: those weights have stopped learning.",
+        fix=None if is_half(stats.dtype) else "clip the gradients before the step: clip_grad_norm_(params, 1.0)",
     )
 
 

@@ -73,20 +73,12 @@ def buffer_non_finite(birth: Birth, trace: Trace) -> Cause | None:
 
 def input_non_finite(birth: Birth, trace: Trace) -> Cause | None:
     """The batch brought a bad input."""
-    return (
-        cause("input_non_finite", _counts(birth, _stats(birth)))
-        if birth.kind == BirthKind.INPUT.value
-        else None
-    )
+    return cause("input_non_finite", _counts(birth, _stats(birth))) if birth.kind == BirthKind.INPUT.value else None
 
 
 def label_non_finite(birth: Birth, trace: Trace) -> Cause | None:
     """The batch brought a bad target."""
-    return (
-        cause("label_non_finite", _counts(birth, _stats(birth)))
-        if birth.kind == BirthKind.LABEL.value
-        else None
-    )
+    return cause("label_non_finite", _counts(birth, _stats(birth))) if birth.kind == BirthKind.LABEL.value else None
 
 
 def opaque_kernel(birth: Birth, trace: Trace) -> Cause | None:
@@ -135,6 +127,8 @@ def _counts(birth: Birth, stats: TensorStats | None) -> str:
     kinds = ((stats.nan_count, "NaN"), (stats.posinf_count, "+inf"), (stats.neginf_count, "-inf"))
     counted = [f"{count} {what}" for count, what in kinds if count]
     first = f", first at {list(birth.first_bad_index)}" if birth.first_bad_index else ""
+    if birth.bad_column is not None:
+        first += f", all in column {birth.bad_column}"
     said = " and ".join(counted) or "some non-finite"
     meant = " -inf is what log(0) gives." if stats.neginf_count and stats.neginf_count == stats.bad_count else ""
     return f"{name}: of {stats.numel} values ({plain(stats.dtype)}) {said}{first}.{meant}"

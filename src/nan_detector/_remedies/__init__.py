@@ -21,7 +21,7 @@ REMEDIES: tuple[Remedy, ...] = (
 #: Causes that name no mechanism: whatever can be done about the function is tried.
 _ANY = ("custom_backward", "unknown")
 #: Causes for which no change of one call would be the cure, and why.
-_STEPS = "it is the steps before that brought the numbers there: what is changed now shows in the steps to come"
+_STEPS = "it would show only in the steps to come"
 _OUTSIDE = "what is bad comes from outside of the step, so no operation of the step is to blame"
 NOT_TRIED: dict[str, str] = {
     **dict.fromkeys(("learning_rate_too_high", "gradient_explosion", "gradients_accumulated"), _STEPS),

@@ -149,7 +149,9 @@ def tracked(norm: Tracked, batches: list[tuple[Tensor, Tensor]]) -> NaNDetector:
 def test_a_buffer_that_the_loop_spoils_within_the_step_is_traced_to_the_operation() -> None:
     batches = pairs()
     batches[2] = (batches[2][0][:1], batches[2][1][:1])
-    event = born(tracked(Tracked(), batches), step=2, phase="forward", op="var", layer_name="0")
+    event = tracked(Tracked(), batches).event
+    assert event is not None
+    assert (event.step, event.phase, event.op, event.layer_name) == (2, "forward", "var", "0")
     assert event.location is not None and event.location.source_line.endswith("# <-- birth")
     assert event.cause is not None and event.cause.code == "std_of_one"
     assert event.bad_buffers == ("0.var",) and event.weights == "clean"
@@ -170,7 +172,7 @@ def test_a_parameter_of_minus_infinity_is_mended_for_its_trial() -> None:
     with torch.no_grad():
         model.out.bias[0] = -INF
     det = train(model, pairs(), lambda m, b: -F.logsigmoid(m(b[0])).mean())
-    event = born(det, step=0, phase="state", tensor_name="out.bias")
+    event = born(det, step=0, phase="state", tensor_name="out.bias", weights="damaged since step 0")
     trial = next(t for t in event.trials if t.name == "finite_state")
     assert trial.finite is True, trial
 

@@ -201,7 +201,7 @@ def test_a_growing_loss_is_not_mended_by_another_form_of_one_call() -> None:
     run = train(model, [faults.ones()] * 40, loss_of, optimizer=optimizer)
     fix = fix_of(run)
     assert fix.finite is None
-    assert "it is the steps before" in fix.detail
+    assert "in the steps to come" in fix.detail
 
 
 def test_a_bad_batch_has_no_guilty_call() -> None:

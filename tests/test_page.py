@@ -104,7 +104,7 @@ def test_the_answer_comes_first(whole: str):
         "> 41 | return (x - x.mean(-1, keepdim=True)) / torch.sqrt(var) * self.gain",
         "square root of a negative number: 22 of 64 inputs are below 0",
         "torch.var(x, -1, correction=0) tried on this step: loss 0.734, all finite",
-        "weights are clean: the step was not taken.",
+        "weights are clean: the step was not taken, and training stops here.",
         "What was tried",
         "in float64 Is it the precision? finite loss 0.734",
         "How it spread",

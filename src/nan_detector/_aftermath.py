@@ -94,6 +94,11 @@ class Aftermath:
         self.unchecked: set[int] = set()
 
     @property
+    def optimizers(self) -> int:
+        """How many optimizers the loop has; 0 where it writes its updates itself."""
+        return len(self._steppeds)
+
+    @property
     def nbytes(self) -> int:
         """Memory of the copies that `protect="full"` keeps, in bytes."""
         return sum(shadow.nbytes for shadow in self._shadows.values())

@@ -169,7 +169,7 @@ class Engine:
         current.step = self.run.step
         self.responder.raised = None
         if self.run.stopped:
-            event = self.run.overlooked(current)
+            event = self.run.overlooked(current, len(self.optimizers.known))
             if event is not None:
                 raise NonFiniteError(f"{headline(event)}. Training went on although the step was stopped.", event)
         if current.tape.backwards and not self.optimizers.known:

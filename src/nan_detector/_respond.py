@@ -194,7 +194,10 @@ class Responder:
         # A clean gate tells that the weights its step used were finite; a row that is looked up now and then is not
         # used in every step.
         known = event.phase != "state" or (self.run.ledger.last_good_step is not None and event.op not in _LOOK_UPS)
-        return f"damaged since step {event.step if known else 0}"
+        since = event.step
+        if event.phase == "state" and not self.aftermath.optimizers and self.run.ledger.last_good_step is not None:
+            since = self.run.ledger.last_good_step  # the loop's own update, after the gate that found all finite
+        return f"damaged since step {since if known else 0}"
 
     def _since(self, event: NaNEvent) -> NaNEvent:
         """`event` of a parameter that was bad before the step, with a fix that knows when it was still finite."""
@@ -411,7 +414,7 @@ class Responder:
         if policy is Policy.RAISE:
             raise NonFiniteError(str(event), event)
         if policy is Policy.STOP:
-            self.run.stopped, self.run.noticed = True, False
+            self.run.stop()
         return policy in REFUSING
 
     def run_step(

@@ -16,6 +16,9 @@ from nan_detector._recorder import Recorder
 from nan_detector._records import NaNEvent, WarningRecord
 from nan_detector._session import Session
 
+#: More optimizer steps than a loop takes for one batch that it has named (a discriminator's several, an inner loop's).
+_STEPS_OF_A_BATCH = 16
+
 
 class Run:
     """One watched run, from attach to detach.
@@ -42,6 +45,7 @@ class Run:
         self.groups = 0
         self.stopped = False
         self.noticed = False
+        self._stopped_at: tuple[int | None, int] = (None, 0)
         self.updating = False
         self.watch(models)
 
@@ -57,9 +61,26 @@ class Run:
         """The step that is running."""
         return self.told_step if self.told_step is not None else self.groups
 
-    def overlooked(self, current: Session) -> NaNEvent | None:
-        """The event of a stop that nobody has noticed, although training goes on."""
-        return self.book.events[0] if self.stopped and not self.noticed and not current.busy else None
+    def stop(self) -> None:
+        """A policy "stop" waits from now on to be noticed by the loop."""
+        self.stopped, self.noticed = True, False
+        self._stopped_at = (self.told_step, self.groups)
+
+    def overlooked(self, current: Session, optimizers: int) -> NaNEvent | None:
+        """The event of a stop that nobody has noticed, although training goes on.
+
+        Args:
+            current: The session.
+            optimizers: How many of the loop's optimizers are known. With several (a GAN) the rest of an iteration
+                calls the model again before the loop comes to where it looks.
+        """
+        if not self.stopped or self.noticed or current.busy:
+            return None
+        told, groups = self._stopped_at
+        same_batch = self.told_step is not None and told == self.told_step
+        if self.groups - groups < (_STEPS_OF_A_BATCH if same_batch else optimizers):
+            return None
+        return self.book.events[0]
 
     def ids_of(self, rows: tuple[int, ...]) -> tuple[str, ...]:
         """What the user calls these samples of the batch."""

@@ -370,6 +370,13 @@ def test_title_names_the_phase(phase: str, said: str):
     assert title(event(phase=phase)).endswith(f"at step 87, {said}")
 
 
+@pytest.mark.parametrize(("derivative", "said"), [(True, "derivative of g / g.norm()"), (False, "g / g.norm()")])
+def test_code_of_the_users_in_the_backward_is_no_derivative(derivative: bool, said: str):
+    hook = Location("a.py", 3, "unit", "return g / g.norm()")
+    found = event(phase="backward", op="div", call="g / g.norm()", location=hook, derivative=derivative)
+    assert where(found) == f"{said}  ·  a.py:3"
+
+
 def test_a_derivative_is_named_as_one_unless_the_user_wrote_the_backward():
     derived = event(phase="backward", op="sqrt", location=Location("a.py", 3, "Net.forward", "x.sqrt()"))
     own = event(

@@ -15,6 +15,7 @@ import torch
 from nan_detector import _finite
 from nan_detector._again import Again
 from nan_detector._diagnosis import diagnose
+from nan_detector._diagnosis.facts import is_derivative
 from nan_detector._errors import ReplayRefused
 from nan_detector._gate import Suspicion
 from nan_detector._lineage import EMPTY
@@ -322,6 +323,7 @@ def complete(
         phase=_PHASES.get(birth.phase, event.phase),
         op=birth.op,
         call=birth.call,
+        derivative=is_derivative(birth) if birth.phase == "backward" else None,
         layer_name=birth.layer_name,
         module_type=birth.module_type,
         location=birth.location,

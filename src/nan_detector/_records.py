@@ -246,6 +246,7 @@ class NaNEvent(Record):
     loss_terms: tuple[LossTerm, ...] = _nested(LossTerm, ())
     first_use: Location | None = _nested(Location, None)
     bad_buffers: tuple[str, ...] = ()
+    derivative: bool | None = None
 
     @property
     def batch_idx(self) -> int:

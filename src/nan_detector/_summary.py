@@ -234,7 +234,9 @@ def _operation(event: NaNEvent) -> str:
     name = event.call or event.op or ""
     if not name or event.phase != "backward":
         return name
-    # A hand-written backward is the user's own code: there the operation itself is guilty, not a derivative.
+    if event.derivative is not None:
+        return f"derivative of {name}" if event.derivative else name
+    # A log of before `derivative` was recorded. In a hand-written backward the operation itself is guilty.
     inside_backward = event.location is not None and event.location.function.rsplit(".", 1)[-1] == "backward"
     # Clipping works on gradients that are there already.
     clips = event.cause is not None and event.cause.code in ("clip_norm_overflow", "clip_spreads_nan")

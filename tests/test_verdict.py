@@ -7,7 +7,7 @@ import pytest
 from nan_detector._causes import CAUSES
 from nan_detector._records import Cause, NaNEvent, TensorStats, Trial
 from nan_detector._trace import Birth, BirthKind
-from nan_detector._trial_plan import Facts, plan
+from nan_detector._trial_plan import BEYOND, Facts, plan
 from nan_detector._trials import RUNNERS
 from nan_detector._verdict import shown_by, verdict
 
@@ -64,6 +64,13 @@ def test_the_verdict(
     found: Birth | None, code: str | None, tried: dict[str, bool | None], reproduced: str, expected: str
 ):
     assert verdict(found, cause(code) if code else None, trials(**tried), reproduced) == expected
+
+
+def test_a_loss_that_no_float32_holds_does_not_speak_for_a_wider_format():
+    beyond = Trial("float64", "?", True, f"loss 4e+128, {BEYOND}")
+    assert verdict(birth(), cause("log_of_zero"), (beyond,), "yes") == "formula"
+    event = NaNEvent("e", "final", 0, "forward", "error", verdict="precision", trials=(beyond,))
+    assert shown_by(event) is None
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,10 @@ AGAIN, EAGER, FIX = "again", "eager", "fix"
 FLOAT32, FLOAT64, UNSCALED = "float32", "float64", "loss_scale_1"
 STATE, DATA, SAMPLES = "finite_state", "finite_data", "samples"
 
+#: Ends the detail of a trial in float64 whose loss no float32 could hold: no number to train with in any format.
+BEYOND = "beyond float32"
+FLOAT32_MAX = 3.4028234663852886e38
+
 #: Samples that a record names, at most.
 MAX_NAMED = 32
 

@@ -26,10 +26,12 @@ from nan_detector._trial_facts import Batch, Measuring, batch_of, cut_early, fac
 from nan_detector._trial_fix import try_remedies
 from nan_detector._trial_plan import (
     AGAIN,
+    BEYOND,
     DATA,
     EAGER,
     FIX,
     FLOAT32,
+    FLOAT32_MAX,
     FLOAT64,
     MAX_NAMED,
     SAMPLES,
@@ -272,7 +274,10 @@ def _told(planned: Planned, outcome: Outcome) -> Trial:
         return Trial(planned.name, planned.question, None, outcome.error)
     if not outcome.finite:
         return Trial(planned.name, planned.question, False, _of(outcome.bad))
-    return Trial(planned.name, planned.question, True, "" if outcome.loss is None else f"loss {outcome.loss:.4g}")
+    said = "" if outcome.loss is None else f"loss {outcome.loss:.4g}"
+    if planned.name == FLOAT64 and abs(outcome.loss or 0.0) > FLOAT32_MAX:
+        said += f", {BEYOND}"
+    return Trial(planned.name, planned.question, True, said)
 
 
 def _of(bad: str) -> str:

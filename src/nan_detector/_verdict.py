@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from nan_detector._records import Cause, NaNEvent, Trial, Verdict
 from nan_detector._trace import Birth, BirthKind
-from nan_detector._trial_plan import AGAIN, DATA, EAGER, FIX, FLOAT32, FLOAT64, SAMPLES, STATE, UNSCALED
+from nan_detector._trial_plan import AGAIN, BEYOND, DATA, EAGER, FIX, FLOAT32, FLOAT64, SAMPLES, STATE, UNSCALED
 
 #: What stands in these was bad before any operation of the step ran.
 _SOURCES: Mapping[str, Verdict] = {"input": "data", "label": "data", "parameter": "state", "buffer": "state"}
@@ -45,7 +45,7 @@ def verdict(birth: Birth | None, cause: Cause | None, trials: Iterable[Trial], r
         trials: What was tried.
         reproduced: Whether the replay did what the step did, as records say it.
     """
-    finite = {t.name for t in trials if t.finite}
+    finite = {t.name for t in trials if _tells(t)}
     if birth is None:
         if reproduced != "no":
             return "undecided"
@@ -71,6 +71,11 @@ def shown_by(event: NaNEvent) -> Trial | None:
     """The trial that shows the event's verdict; None where none does."""
     for name in _SHOWN_BY.get(event.verdict, ()):
         for trial in event.trials:
-            if trial.name == name and trial.finite:
+            if trial.name == name and _tells(trial):
                 return trial
     return None
+
+
+def _tells(trial: Trial) -> bool:
+    """True for a trial that ended with numbers one could train with."""
+    return bool(trial.finite) and not trial.detail.endswith(BEYOND)

@@ -14,7 +14,9 @@ from nan_detector._remedies.registry import Remedy, remedy
 Tensor = torch.Tensor
 
 #: Words for numbers of things, where nothing but zeros tells.
-_COUNTS = re.compile(r"count|len|num|mask|valid|ignore|scale|\bn\b", re.IGNORECASE)
+_COUNTS = re.compile(r"count|cnt|len|num|mask|valid|ignore|deg|scale|\bn\b", re.IGNORECASE)
+#: What is left of a setting (a temperature, a width) that would be 0.
+_LEAST_SETTING = 1e-2
 _DENOMINATOR = {"div": 1, "reciprocal": 0, "addcdiv": 2, "fmod": 1, "remainder": 1, "floor_divide": 1}
 
 
@@ -22,15 +24,17 @@ def counted(call: Call) -> Repaired:
     """A denominator that counts something: of nothing, 1."""
     index = _DENOMINATOR[call.name]
     n = call.operand(index)
+    named = _COUNTS.search(call.context.split("\n")[0]) is not None
     if not isinstance(n, Tensor):
-        if n != 0:
+        if n != 0 or not (named or isinstance(n, int)):
             call.unfit()
         return Repaired(call.again({index: 1}), Words(operands={index: "max({}, 1)"}))
     whole = n.detach()
     if whole.is_floating_point():
         if not bool(((whole == whole.round()) & (whole >= 0)).all()):
             call.unfit()
-        if not bool(whole.any()) and not _COUNTS.search(call.context.split("\n")[0]):
+        # Zeros and ones are as often a sine or a determinant.
+        if not named and not bool((whole > 1).any()):
             call.unfit()
     return Repaired(call.again({index: one_for_zero(n)}), Words(operands={index: "{}.clamp_min(1)"}))
 
@@ -38,6 +42,8 @@ def counted(call: Call) -> Repaired:
 def guarded(call: Call) -> Repaired:
     """A denominator kept away from 0, on its side of 0."""
     index = _DENOMINATOR[call.name]
+    if isinstance(call.operand(index), (int, float)):
+        return _guarded_number(call, index)
     n = call.tensor(index)
     eps = eps_of(n)
     if bool((n.detach() < 0).any()):
@@ -45,6 +51,15 @@ def guarded(call: Call) -> Repaired:
     else:
         written = f"{{}}.clamp_min({number(eps)})"
     return Repaired(call.again({index: away_from_zero(n, eps)}), Words(operands={index: written}))
+
+
+def _guarded_number(call: Call, index: int) -> Repaired:
+    """A number that a schedule took to 0, such as a temperature."""
+    if call.operand(index) != 0:
+        call.unfit()
+    return Repaired(
+        call.again({index: _LEAST_SETTING}), Words(operands={index: f"max({{}}, {number(_LEAST_SETTING)})"})
+    )
 
 
 def nothing_for_zero(call: Call) -> Repaired:

@@ -110,6 +110,16 @@ def finite_floor(call: Call) -> Repaired:
     return Repaired(call.again({0: floored}), Words(operands={0: f"{{}}.nan_to_num(neginf=-{number(BIG)})"}))
 
 
+def without_masked(call: Call) -> Repaired:
+    """A sum or mean over the terms that no mask has made -inf."""
+    x = call.tensor(0)
+    dropped = x.detach() == -torch.inf
+    if not bool(dropped.any()) or bool(dropped.all()):
+        call.unfit()
+    value = call.again({0: x.masked_fill(dropped, 0.0)})
+    return Repaired(value, Words(operands={0: "{0}.masked_fill({0} == -torch.inf, 0.0)".replace("{0}", "{}")}))
+
+
 def finite_floors(call: Call) -> Repaired:
     """-inf in either operand replaced by a large negative number."""
     floored = {
@@ -156,6 +166,7 @@ REMEDIES: tuple[Remedy, ...] = (
     remedy("logsumexp_fully_masked", "logsumexp logaddexp logaddexp2", reachable),
     remedy("logsumexp_fully_masked masked_logit_in_loss", "logsumexp logcumsumexp", finite_floor),
     remedy("logsumexp_fully_masked masked_logit_in_loss", "logaddexp logaddexp2", finite_floors),
+    remedy("masked_logit_in_loss", "sum mean", without_masked),
     remedy("masked_logit_in_loss zero_times_inf inf_minus_inf", _CLASSES, finite_floor),
     remedy("masked_logit_in_loss", "mul add sub", finite_floors),
     remedy("mask_value_overflow half_overflow overflow", "add sub baddbmm", room_below),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from nan_detector._call_site import CallSite
 from nan_detector._calls import public_name
 from nan_detector._remedies.call import Call, Words, name_of
@@ -74,4 +76,5 @@ def _full_name(call: Call) -> str:
         if public.startswith(prefix):
             return namespace + public.removeprefix(prefix)
     module = getattr(call.func, "__module__", None) or ""
-    return f"{'F' if module.startswith('torch.nn.functional') else 'torch'}.{public}"
+    functional = module.startswith("torch.nn.functional") or not hasattr(torch, public)
+    return f"{'F' if functional and hasattr(torch.nn.functional, public) else 'torch'}.{public}"

@@ -169,6 +169,18 @@ def spread_of(op: str, shape: tuple[int, ...], **kwargs: object) -> Trace:
     return traced(born(op, [x], out, elementwise=False, args=("dim=[0]",), call=f"x.{op}"))
 
 
+def jacobian_named_logdet() -> Trace:
+    x = torch.tensor([0.0, 1.0])
+    return traced(born("log", [x], torch.log(x), line="logdet = torch.log(torch.abs(1 + psi @ u))"))
+
+
+def equal_row(eps: float, first: float = 2.0) -> Trace:
+    x = torch.tensor([[first, 2.0, 2.0], [1.0, 2.0, 3.0]])
+    out = F.layer_norm(x, (3,), eps=0.0)
+    args = ("normalized_shape=[3]", f"eps={eps}")
+    return traced(born("native_layer_norm", [x], out, elementwise=False, args=args, call="self.norm"))
+
+
 FIRES = [
     ("log_of_zero", softmax_underflow, "4 of 6 inputs are exactly 0."),
     ("log_of_zero", half_gumbel, "1 of 3 inputs is exactly 0."),
@@ -212,11 +224,17 @@ FIRES = [
     ("boundary_of_domain", lambda: one_argument("lgamma", [-3.0, 2.0]), None),
     ("boundary_of_domain", lambda: one_argument("digamma", [0.0, 2.0]), "1 of 2 inputs is exactly 0."),
     ("division_by_zero", lambda: division([0.0, 1.0], [0.0, 2.0]), "1 of 2 denominators is exactly 0."),
-    ("division_by_zero", lambda: one_argument("reciprocal", [0.0, 5.0, 950.0]), "1 of 3 inputs is exactly 0."),
+    ("division_by_zero", lambda: one_argument("reciprocal", [0.0, 5.0, 950.0]), "1 of 3 denominators is exactly 0."),
     ("division_by_zero", lambda: one_argument("rsqrt", [0.0, 5.0]), "1 of 2 inputs is exactly 0."),
     ("division_by_zero", division_by_number_zero, "The divisor is the number 0."),
     ("division_by_zero", division_by_int_count, "A whole-number divisor (a count) is 0."),
     ("division_by_zero", weight_norm_of_zeros, None),
+    (
+        "division_by_zero",
+        lambda: equal_row(0.0),
+        "3 of 6 results are NaN: there all values that are normalised together are equal, so their spread is 0, and "
+        "eps=0 adds nothing to it.",
+    ),
     ("eps_underflow", lambda: normalize(torch.float16), None),
     ("eps_underflow", lambda: eps_in_source("1e-8"), None),
     ("eps_underflow", lambda: eps_in_source("2.9e-8"), None),
@@ -256,6 +274,9 @@ FIRES = [
 #: What looks alike, the code that must not be named at all, and the one that is right.
 NEAR = [
     ("log_of_zero", lambda: one_argument("log", [-2.0, 1.0]), "log_of_negative"),
+    ("determinant_not_positive", jacobian_named_logdet, "log_of_zero"),
+    ("division_by_zero", lambda: equal_row(1e-5), "unknown"),
+    ("division_by_zero", lambda: equal_row(0.0, first=torch.nan), "unknown"),
     ("log_of_negative", lambda: one_argument("log", [0.0, -0.0, 1.0]), "log_of_zero"),
     ("log_of_negative", lambda: log1p(-1.0, -0.5), "log_of_zero"),
     ("sqrt_of_negative", lambda: one_argument("rsqrt", [0.0, 4.0]), "division_by_zero"),

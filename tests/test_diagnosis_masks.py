@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from _births import born, born_backward, traced
 from nan_detector._diagnosis import diagnose
-from nan_detector._trace import Trace
+from nan_detector._trace import THROUGH_LOG_SOFTMAX, Trace
 
 INF = torch.inf
 
@@ -105,6 +105,17 @@ def difference(op: str = "sub") -> Trace:
     return traced(born(op, [a, b if op == "sub" else -b], out, kind="intended_met", call="cost - best"))
 
 
+def nothing_was_pooled() -> Trace:
+    pooled, weight = torch.full((1, 2), -INF), torch.tensor([[0.3], [-0.3]])
+    out = torch.addmm(torch.zeros(1), pooled, weight)
+    return traced(born("addmm", [torch.zeros(1), pooled, weight], out, kind="intended_met", elementwise=False))
+
+
+def smoothed_by_hand(note: str) -> Trace:
+    lp = torch.log_softmax(torch.tensor([[0.0, -INF]]), 1)
+    return traced(born("sum", [], (0.5 * lp).sum(), kind="intended_reached", call="(q * lp).sum", note=note), ("loss",))
+
+
 def mean_of_both() -> Trace:
     x = torch.tensor([INF, -INF, 1.0])
     return traced(born("mean", [x], x.mean(), kind="intended_met", elementwise=False))
@@ -145,13 +156,25 @@ FIRES = [
     ("masked_logit_in_loss", smoothing, "Label smoothing puts weight on every class, the masked ones too."),
     ("masked_logit_in_loss", masked_target, "1 of 2 values that F.nll_loss gets is -inf."),
     ("masked_logit_in_loss", lambda: masked_target("operation"), None),
+    (
+        "masked_logit_in_loss",
+        lambda: smoothed_by_hand(f"written at a.py:3 {THROUGH_LOG_SOFTMAX}"),
+        "The log-probability of a masked class is -inf, and (q * lp).sum counts it with a weight above 0.",
+    ),
+    ("literal_nan", lambda: smoothed_by_hand("written at a.py:3"), None),
     ("ctc_no_alignment", ctc, "1 of 2 samples has no alignment."),
     ("ctc_no_alignment", lambda: ctc(lengths=True), "Inputs have at most 4 frames and targets up to 6 symbols."),
     ("zero_times_inf", entropy, "1 of 6 products is -inf · 0."),
     ("zero_times_inf", masked_product, None),
     ("zero_times_inf", times_number_zero, None),
     ("zero_times_inf", infinite_ratio, "Numerator and denominator are both infinite: inf / inf = inf · 0."),
-    ("inf_minus_inf", difference, "At the NaN results sub met 0 values of +inf and 2 of -inf."),
+    ("inf_minus_inf", difference, "1 of 2 differences is -inf - -inf."),
+    (
+        "inf_minus_inf",
+        nothing_was_pooled,
+        "At the NaN results addmm met 0 values of +inf and 2 of -inf. Weights of both signs make +inf and -inf of "
+        "them, which meet in the sum.",
+    ),
     ("inf_minus_inf", lambda: difference("add"), None),
     ("inf_minus_inf", mean_of_both, None),
     ("inf_minus_inf", positive_logits, "1 of 2 logits is +inf: the softmax subtracts the maximum, inf - inf."),

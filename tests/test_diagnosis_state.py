@@ -147,3 +147,13 @@ def test_one_bad_column_is_a_constant_feature():
 def test_minus_infinity_alone_is_the_logarithm_of_zero(values: tuple[float, float], said: bool):
     best, _ = diagnose(source("parameter", "head.bias", *values))
     assert best is not None and ("-inf is what log(0) gives" in best.evidence[0]) is said
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "said"),
+    [("bn.running_var", "BatchNorm2d", "reset_running_stats"), ("vq.codes", "VQ", 'watch="ops"')],
+)
+def test_only_running_statistics_are_reset_as_such(name: str, module: str, said: str):
+    best, _ = diagnose(source("buffer", name, NAN, 1.0, module_type=module))
+    assert best is not None and best.code == "buffer_non_finite"
+    assert said in (best.fix or "")

@@ -10,7 +10,7 @@ from nan_detector._quiet import quiet
 from nan_detector._records import Location, Site, TensorStats
 from nan_detector._replay import Replayed
 from nan_detector._source import call_expression, location_of
-from nan_detector._trace import Birth, BirthKind, Trace
+from nan_detector._trace import THROUGH_LOG_SOFTMAX, Birth, BirthKind, Trace
 from nan_detector._tracer import OpTracer, Tensor
 
 #: Further births and sites named in a trace.
@@ -180,8 +180,16 @@ def _intended_reached(harm: Line) -> Birth | None:
         inputs=(),
         args=record.args,
         in_library=True,
-        note="only values that were meant to be infinite reached it",
+        note=f"only values that were meant to be infinite reached it{_written(harm)}",
     )
+
+
+def _written(harm: Line) -> str:
+    """Where the infinities were written, and whether a log_softmax took them for masked classes."""
+    first = min(harm, key=lambda g: g.order)
+    place = _location(first.record)
+    said = f", written at {location_text(first.record)}" if place is not None else ""
+    return said + (f" {THROUGH_LOG_SOFTMAX}" if any(r.info.op == "log_softmax" for r in first.passed) else "")
 
 
 def _weighed(gen: Gen) -> bool:

@@ -10,6 +10,9 @@ from enum import Enum
 
 from nan_detector._records import Location, Record, Site, TensorStats, _nested
 
+#: In the note of a birth: the infinities that reached it were logarithms of masked classes.
+THROUGH_LOG_SOFTMAX = "(through log_softmax)"
+
 
 class BirthKind(str, Enum):
     """How a non-finite value came to be."""

@@ -42,6 +42,7 @@ _LABEL_LOSSES = (
     "cross_entropy",
     "cross_entropy_loss",
 )
+_NORM_LAYERS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "native_batch_norm_legit")
 _SPREADS = ("std", "var", "std_mean", "var_mean")
 
 
@@ -168,10 +169,30 @@ def division_by_zero(birth: Birth, trace: Trace) -> Cause | None:
     return cause("division_by_zero", f"{_zeros(birth, op)}.", also, fix=_division_fix(birth, op))
 
 
+def spread_of_zero(birth: Birth, trace: Trace) -> Cause | None:
+    """A norm layer without an epsilon, over values that are all the same: their spread is 0."""
+    op, eps = op_of(birth), scalar(birth, "eps")
+    if op not in _NORM_LAYERS or eps is None or not user_written(birth) or not birth.inputs:
+        return None
+    given = birth.inputs[0].whole
+    # In a half the kernel works in float32.
+    works_in = "torch.float32" if is_half(given.dtype) else given.dtype
+    if given.bad_count or not made_nan(birth) or not rounds_to_zero(eps, works_in):
+        return None
+    guilty = birth.output.nan_count if birth.output is not None else birth.guilty_count
+    total = birth.output.numel if birth.output is not None else given.numel
+    return cause(
+        "division_by_zero",
+        f"{share(guilty, total, 'results')} NaN: there all values that are normalised together are equal, so their "
+        f"spread is 0, and eps={eps:g} adds nothing to it.",
+        fix=f"eps=1e-5 in {birth.module_type or birth.call or op}",
+    )
+
+
 def _zeros(birth: Birth, op: str) -> str:
     """The start of a sentence, "3 of 32 denominators are exactly 0", or whatever stands under the bar."""
     whole = whole_operand(birth, _DENOMINATOR.get(op, 0))
-    noun = "denominators" if op in ("div", "addcdiv", "fmod", "remainder") else "inputs"
+    noun = "inputs" if op == "rsqrt" else "denominators"
     if whole is None and argument(birth, "other", "1") is None:
         return "a whole-number divisor (a count) is 0"
     if whole is None:
@@ -186,14 +207,20 @@ def _division_fix(birth: Birth, op: str) -> str:
     eps = safe_eps(stats.dtype if stats is not None else "")
     if op == "rsqrt":
         return f"torch.rsqrt(x + {eps})"
+    if birth.module_type == "_SpectralNorm":
+        return "initialise the weight away from 0 before applying spectral norm"
+    if mentions(birth, r"\b(OneHot|Relaxed\w*)?Categorical\("):
+        return "mask the logits: Categorical(logits=z.masked_fill(~allowed, -1e9)), which leaves no row without a sum"
     if _is_count(birth, stats):
         return "x / n.clamp_min(1): a sum over nothing then stays 0"
+    if op == "reciprocal":
+        return f"1 / x.clamp_min({eps}), or torch.where(x > 0, x, 1.0) before the division"
+    if stats is None:
+        return "keep the number above 0: max(x, 1e-2) where a schedule or a setting gives it"
     if mentions(birth, r"norm"):
         return f"F.normalize(x, dim=-1), or x / x.norm(dim=-1, keepdim=True).clamp_min({eps})"
     if mentions(birth, r"std|sigma|var"):
         return f"(x - mean) / (std + {eps}), or leave constant columns out"
-    if op == "reciprocal":
-        return f"x.clamp_min({eps}).reciprocal(), or torch.where(x > 0, x, 1.0) before the division"
     return f"x / n.clamp_min({eps})"
 
 
@@ -201,7 +228,7 @@ def _is_count(birth: Birth, stats: TensorStats | None) -> bool:
     """True when the denominators are numbers of things: whole numbers, by their dtype or by their words and values."""
     whole = whole_operand(birth, _DENOMINATOR[op_of(birth)])
     if stats is None or whole is None:
-        return _counts_divide(birth)
+        return _counts_divide(birth) and argument(birth, "other", "1") is None
     least = whole.min_nonzero
     words = birth.call if "/" in (birth.call or "") else source_text(birth)
     counted = re.search(r"/.*(\.sum\(|count|len|mask|num|valid|\bn\b)", words or "", re.IGNORECASE) is not None
@@ -263,4 +290,6 @@ def _correction(birth: Birth) -> float:
 
 
 #: In order of specificity. What an epsilon should have caught comes before the plain zero.
-RULES: tuple[Rule, ...] = (reduction_of_empty, std_of_one, eps_underflow, underflow_to_zero, division_by_zero)
+RULES: tuple[Rule, ...] = (
+    *(reduction_of_empty, std_of_one, eps_underflow, underflow_to_zero, spread_of_zero, division_by_zero),
+)

@@ -118,6 +118,11 @@ def _log_argument(birth: Birth) -> tuple[TensorStats, TensorStats, tuple[float, 
 
 def _log_fix(birth: Birth, dtype: str) -> str:
     op = op_of(birth)
+    if (birth.call or "").rpartition(".")[2] == "log_prob":
+        # The logarithm is of what the distribution is made of; xlogy and log1p take the value itself.
+        if op == "log":
+            return "keep the distribution away from its edge: log_std.clamp(-20, 2).exp(), or F.softplus(s) + 1e-4"
+        return "keep the value inside the support: value.clamp(1e-6, 1 - 1e-6)"
     if mentions(birth, "sigmoid"):
         return "F.logsigmoid(z), or F.binary_cross_entropy_with_logits(z, y) for the whole loss"
     if mentions(birth, "rand|exponential|gumbel"):

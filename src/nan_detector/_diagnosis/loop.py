@@ -66,6 +66,8 @@ def learning_rate_non_finite(birth: Birth, trace: Trace) -> Cause | None:
     hint = None
     if (before and before[-1] == 0) or (len(before) > 1 and before[-1] < before[0] and math.isnan(last)):
         hint = "the schedule ran past its end: lr = base * max(0.0, 1 - it / total) ** power"
+    elif not before:
+        hint = "a warm-up of no steps divides by 0: min(1.0, step / max(1, warmup_steps))"
     return cause("learning_rate_non_finite", said, fix=hint)
 
 

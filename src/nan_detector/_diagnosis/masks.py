@@ -27,7 +27,7 @@ from nan_detector._diagnosis.facts import (
 )
 from nan_detector._diagnosis.numbers import number, share
 from nan_detector._records import Cause, TensorStats
-from nan_detector._trace import Birth, BirthKind, Trace
+from nan_detector._trace import THROUGH_LOG_SOFTMAX, Birth, BirthKind, Trace
 
 _SOFTMAXES = ("softmax", "log_softmax", "safe_softmax", "masked_softmax", "sparse_softmax")
 _LOGSUMEXPS = ("logsumexp", "logaddexp", "logaddexp2", "logcumsumexp")
@@ -113,7 +113,7 @@ def zero_times_inf(birth: Birth, trace: Trace) -> Cause | None:
         if len(stats) > 1 and has_inf(stats[0]) and has_inf(stats[1]):
             return cause("zero_times_inf", "Numerator and denominator are both infinite: inf / inf = inf · 0.")
         return None
-    zeros = any(s.zero_count for s in stats) or 0 in [scalar(birth, "other", "1", "value")]
+    zeros = any(s.zero_count for s in _factors(op, stats)) or 0 in [scalar(birth, "other", "1", "value")]
     if stats and not zeros and op not in ("addcmul",):
         return None
     infinite = next((s for s in stats if has_inf(s)), None)
@@ -132,6 +132,13 @@ def zero_times_inf(birth: Birth, trace: Trace) -> Cause | None:
     return cause("zero_times_inf", said + ".", fix=fix)
 
 
+def _factors(op: str, stats: tuple[TensorStats, ...]) -> tuple[TensorStats, ...]:
+    """Of the operands of a product, those that are multiplied: a bias of 0 makes nothing of an infinity."""
+    if op in ("addmm", "baddbmm", "addbmm", "addmv", "addcmul"):
+        return stats[1:]
+    return stats[:2] if op in ("linear", "convolution") else stats
+
+
 def inf_minus_inf(birth: Birth, trace: Trace) -> Cause | None:
     """Infinities that cancel in a sum, a difference, a mean or a norm layer."""
     op = op_of(birth)
@@ -145,13 +152,23 @@ def inf_minus_inf(birth: Birth, trace: Trace) -> Cause | None:
         count = share(positive.posinf_count, positive.numel, "logits")
         return cause("inf_minus_inf", f"{count} +inf: the softmax subtracts the maximum, inf - inf.")
     summing = op in _SUMS
-    in_product = op in _PRODUCTS and op not in ("mul", "div") and not any(s.zero_count for s in stats)
+    in_product = op in _PRODUCTS and op not in ("mul", "div") and not any(s.zero_count for s in _factors(op, stats))
     if not summing and not in_product:
         return None
     counts = sum(s.posinf_count for s in stats), sum(s.neginf_count for s in stats)
     if not sum(counts):
         return None
-    return cause("inf_minus_inf", f"At the NaN results {op} met {counts[0]} values of +inf and {counts[1]} of -inf.")
+    said = f"At the NaN results {op} met {counts[0]} values of +inf and {counts[1]} of -inf."
+    fix = None
+    if op == "sub" and not all(counts):
+        sign = "inf" if counts[0] else "-inf"
+        said = f"{share(birth.guilty_count, birth.output.numel if birth.output else 0, 'differences')} {sign} - {sign}."
+        if counts[1] and mentions(birth, r"max|logsumexp|\bm\b|exp\("):
+            fix = "torch.logsumexp, or take a maximum of -inf for 0 before subtracting it: m.masked_fill(m == -inf, 0)"
+    elif in_product and not all(counts):
+        said += " Weights of both signs make +inf and -inf of them, which meet in the sum."
+        fix = "x.masked_fill(torch.isinf(x), 0.0) before the product, or a finite value where nothing was written"
+    return cause("inf_minus_inf", said, fix=fix)
 
 
 def mask_value_overflow(birth: Birth, trace: Trace) -> Cause | None:
@@ -209,18 +226,25 @@ def masked_logit_in_loss(birth: Birth, trace: Trace) -> Cause | None:
     elif op in _NLL:
         said.append("A target names a class that is masked.")
         fix = "check the targets: logits.gather(1, y[:, None]).isfinite().all()"
+    elif reached and THROUGH_LOG_SOFTMAX in birth.note:
+        said = [
+            f"The log-probability of a masked class is -inf, and {birth.call or op} counts it with a weight above 0."
+        ]
+        fix = "leave masked classes out: torch.where(lp == -torch.inf, 0.0, weight * lp), or mask with -1e4"
     return cause("masked_logit_in_loss", *said, fix=fix)
 
 
 def _weighs_classes(birth: Birth, op: str) -> bool:
     """True for losses over classes, in which a mask of -inf is at home; elsewhere an infinity is just a number."""
     named = f"{op} {birth.call or ''}"
-    return any(word in named for word in ("entropy", "nll", "kl_div", "softmax", "logsumexp", "margin"))
+    return THROUGH_LOG_SOFTMAX in birth.note or any(
+        word in named for word in ("entropy", "nll", "kl_div", "softmax", "logsumexp", "margin")
+    )
 
 
 def infinity_written_down(birth: Birth, trace: Trace) -> Cause | None:
     """An infinity that the program wrote itself reached the loss, and no mask is in sight."""
-    if birth.kind != BirthKind.INTENDED_REACHED.value:
+    if birth.kind != BirthKind.INTENDED_REACHED.value or _weighs_classes(birth, op_of(birth)):
         return None
     return cause(
         "literal_nan",

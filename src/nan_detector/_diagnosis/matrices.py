@@ -41,7 +41,7 @@ _DECOMPOSITIONS = (
 def determinant_not_positive(birth: Birth, trace: Trace) -> Cause | None:
     """Logdet and Cholesky-like calls, and what they are made of inside the library."""
     op = op_of(birth)
-    inside = op in ("where", "scalar_tensor", "log", "sum", "mul") and mentions(birth, r"\b(slog|log)det\b")
+    inside = op in ("where", "scalar_tensor", "log", "sum", "mul") and mentions(birth, r"\b(slog|log)det\s*\(")
     return _determinant(birth) if user_written(birth) and (inside or op in _DETERMINANTS) else None
 
 

@@ -46,4 +46,5 @@ def share(part: int, total: int, noun: str, verb: str = "is are") -> str:
 
 
 def _singular(noun: str) -> str:
-    return noun[:-1] if noun.endswith("s") else noun
+    first, space, rest = noun.partition(" ")
+    return f"{first.removesuffix('s')}{space}{rest}"

@@ -68,7 +68,12 @@ def parameter_non_finite(birth: Birth, trace: Trace) -> Cause | None:
 
 def buffer_non_finite(birth: Birth, trace: Trace) -> Cause | None:
     """A buffer that was bad before the step."""
-    return cause("buffer_non_finite", _counts(birth, _stats(birth))) if birth.kind == BirthKind.BUFFER.value else None
+    if birth.kind != BirthKind.BUFFER.value:
+        return None
+    fix = None
+    if not re.search(r"running_|num_batches|Norm", f"{birth.tensor_name} {birth.module_type}"):
+        fix = 'Reset it, and look at what writes it in the module: watch="ops" names the operation when it happens.'
+    return cause("buffer_non_finite", _counts(birth, _stats(birth)), fix=fix)
 
 
 def input_non_finite(birth: Birth, trace: Trace) -> Cause | None:

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nan_detector._records import Cause, Location, LossTerm, NaNEvent, Site, TensorStats, Trial
-from nan_detector._summary import SOURCE, Row, describe, headline, report, rows, title, where
+from nan_detector._summary import SOURCE, Row, describe, headline, report, rows, story, title, where
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -667,6 +667,19 @@ def test_a_place_is_passed_once_in_each_direction():
     backward = tuple(Site("mul", "backward", n) for n in names)
     made = event(layer_name="a", spread=(*forward, *backward, Site("foreach_norm", "backward")))
     assert {row.label: row.lines[0] for row in rows(made)}["spread"] == "a → b → backward: a → b → gradient norm"
+
+
+def test_a_story_that_was_told_is_told_in_short():
+    told = forward_op()
+    again = dataclasses.replace(told, step=94, action="skip", sample_index=(3,))
+    assert story(again) == story(told) != story(dataclasses.replace(told, op="div"))
+    assert report(again, told_at=87) == (
+        " NaN born at step 94, in the forward pass\n\n"
+        "   where   encoder.norm2 (CustomNorm)  ·  torch.sqrt  ·  models/norm.py:7\n"
+        "   sample  3\n"
+        "   why     as at step 87: square root of a negative number.\n"
+        "   state   weights are clean: the step was skipped, and training goes on.        reproduced: yes"
+    )
 
 
 def test_evidence_shares_a_line_only_where_it_fits():

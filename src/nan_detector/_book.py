@@ -6,13 +6,13 @@ import dataclasses
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from nan_detector._config import Config
 from nan_detector._eventlog import EventLog
 from nan_detector._records import GradEvent, NaNEvent, Record, StepRow, WarningRecord
 from nan_detector._state import log_beside_stderr, logger, process_rank, strict
-from nan_detector._summary import headline
+from nan_detector._summary import headline, story
 
 #: Warnings of one kind that are logged in full; later ones are only kept.
 MAX_LOGGED_WARNINGS = 20
@@ -24,6 +24,7 @@ class Book:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._lock = threading.RLock()
+        self._stories: dict[Hashable, int] = {}  # what was reported, with the step of its first event
         self.events: list[NaNEvent] = []
         self.grad_events: list[GradEvent] = []
         self.warnings: list[WarningRecord] = []
@@ -91,7 +92,8 @@ class Book:
         from nan_detector._render.terminal import print_report
 
         log_beside_stderr(level, headline(event))  # the report, which goes there, begins with the headline
-        print_report(event, file=sys.stderr)
+        told_at = self._stories.setdefault(story(event), event.step)
+        print_report(event, file=sys.stderr, told_at=told_at if told_at != event.step else None)
 
     def warn(self, record: WarningRecord, message: str) -> None:
         """Keep, write and log a warning."""

@@ -315,6 +315,9 @@ def complete(
     birth: Birth = trace.birth  # type: ignore[assignment]  # checked above; replace() keeps it
     cause, runners_up = diagnose(trace)
     notes = list(finding.notes)
+    # What grows overflows, and its gradients grow with it: no other story.
+    grown = cause is not None and cause.code in ("learning_rate_too_high", "gradients_accumulated")
+    runners_up = tuple(c for c in runners_up if not grown or c.code not in ("gradient_explosion", "overflow"))
     if runners_up:
         notes.append("could also be: " + "; or ".join(c.title for c in runners_up))
     return replace(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from nan_detector._run import Run
 from nan_detector._run_step import Call
 from nan_detector._session import Session, session
 from nan_detector._state import logger, strict
-from nan_detector._summary import headline
+from nan_detector._summary import headline, story
 from nan_detector._trace import BirthKind
 from nan_detector._trials import with_trials
 from nan_detector._watchers import StepWatch
@@ -267,7 +267,7 @@ class Responder:
         """The event with its trends and trials. What is known already is written down first: they take their time."""
         if finding.again is None:
             return self._with_trends(event)
-        told, self._told[_story(event)] = self._told[_story(event)], self._told[_story(event)] + 1
+        told, self._told[story(event)] = self._told[story(event)], self._told[story(event)] + 1
         if told >= TRIED_AT_MOST:
             note = f"not tried: the same was tried {TRIED_AT_MOST} times in this run"
             return self._with_trends(replace(event, notes=(*event.notes, note)))
@@ -441,9 +441,3 @@ class Responder:
         finally:
             self.running = outer
         return out
-
-
-def _story(event: NaNEvent) -> Hashable:
-    """What two events have in common that tell the same."""
-    cause = event.cause.code if event.cause is not None else None
-    return event.phase, event.op, event.layer_name, event.location, event.tensor_name, cause

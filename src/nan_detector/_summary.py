@@ -11,7 +11,7 @@ import linecache
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from nan_detector._notebook import is_cell
@@ -70,6 +70,7 @@ _MOST_CONTINUATIONS = 3
 _MOST_SITES = 10
 _MOST_SAMPLES = 8
 _MOST_INPUTS = 4
+_TOLD_EACH_TIME = ("where", "sample", "why", "state", "capsule", "note")  # of a story that was told before
 _FEW_SAMPLES = 3  # that are named again where it is said what the step did without them
 
 
@@ -87,10 +88,10 @@ class Row:
     lines: tuple[str, ...]
 
 
-def report(event: NaNEvent) -> str:
-    """The plain-text report of one event, without a newline at its end."""
+def report(event: NaNEvent, *, told_at: int | None = None) -> str:
+    """The plain-text report of one event, without a newline at its end; `told_at` as for `rows`."""
     out = [" " + title(event), ""]
-    for row in rows(event):
+    for row in rows(event, told_at=told_at):
         out += [prefix + line for prefix, line in zip(prefixes(row), row.lines, strict=True)]
     return "\n".join(out).rstrip()
 
@@ -157,8 +158,19 @@ def place(location: Location) -> str:
     return clean(f"{_short_path(location.file)}:{location.line}")
 
 
-def rows(event: NaNEvent) -> tuple[Row, ...]:
-    """The report as data, in the order in which it is read. What is not known has no row."""
+def story(event: NaNEvent) -> Hashable:
+    """What two events have in common of which one report is enough."""
+    code = event.cause.code if event.cause is not None else None
+    return event.phase, event.op, event.layer_name, event.location, event.first_use, event.tensor_name, code
+
+
+def rows(event: NaNEvent, *, told_at: int | None = None) -> tuple[Row, ...]:
+    """The report as data, in the order in which it is read. What is not known has no row.
+
+    Args:
+        event: What is reported.
+        told_at: The step of an earlier event with the same story: what was said there is not said again.
+    """
     unexplained = event.cause is None or event.cause.code == "unknown"
     unfinished = event.status == "provisional"
     parts: list[tuple[str, Iterable[str]]] = [
@@ -179,6 +191,10 @@ def rows(event: NaNEvent) -> tuple[Row, ...]:
         ("capsule", [event.capsule or ""]),
         ("note", event.notes),
     ]
+    if told_at is not None:
+        title_ = f": {event.cause.title}" if event.cause is not None else ""
+        parts = [(label, [f"as at step {told_at}{title_}."] if label == "why" else lines) for label, lines in parts]
+        parts = [(label, lines) for label, lines in parts if label in _TOLD_EACH_TIME]
     made = ((label, _clean_lines(lines)) for label, lines in parts)
     return tuple(Row(label, lines) for label, lines in made if lines)
 

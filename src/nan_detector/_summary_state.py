@@ -32,6 +32,8 @@ def state_lines(event: NaNEvent) -> list[str]:
     # An event of `detect_nan`, which knows of no steps and no weights.
     of_a_block = event.action == "raise" and not event.weights
     reproduced = _reproduced(event)
+    if of_a_block and event.phase in ("data", "forward", "loss", "backward"):
+        return [f"NonFiniteError is raised, and what follows (an optimizer step, say) is not run.{_GAP}{reproduced}"]
     if of_a_block or not (event.weights or event.action):
         return [reproduced]
     damaged = event.weights.startswith("damaged")

@@ -233,13 +233,14 @@ def learning_rate_too_high(birth: Birth, trace: Trace) -> Cause | None:
     said.append(f"{birth.call or birth.op} overflowed first; it only passed on what had grown.")
     rate = trace.learning_rates[-1] if trace.learning_rates else None
     if risen is not None:
-        lower = f"the learning rate of before the jump, {short(risen[0])}, or a warm-up to {short(risen[1])}"
-    elif rate and math.isfinite(rate):
-        lower = f"a learning rate of {short(rate / 10)} or less"
+        fix = f"the learning rate of before the jump, {short(risen[0])}, or a warm-up to {short(risen[1])}"
+        return cause("learning_rate_too_high", *said, fix=f"{fix} with clip_grad_norm_(params, 1.0)")
+    if rate and math.isfinite(rate):
+        fix = f"a learning rate of {short(rate / 10)} or less"
     else:
-        lower = "a tenth of the learning rate"
-    more = "scale the inputs to unit variance, or clip_grad_norm_(params, 1.0)"
-    return cause("learning_rate_too_high", *said, fix=f"{lower}; {more}")
+        fix = "a tenth of the learning rate"
+    more = "scale the inputs to unit variance, warm up, or clip_grad_norm_(params, 1.0)"
+    return cause("learning_rate_too_high", *said, fix=f"{fix}; {more}")
 
 
 def gradient_explosion(birth: Birth, trace: Trace) -> Cause | None:

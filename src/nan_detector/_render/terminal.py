@@ -50,13 +50,14 @@ def render(event: NaNEvent, *, width: int | None = None, color: bool | None = No
     return _render(event, sys.stderr, width, color)
 
 
-def print_report(event: NaNEvent, file: TextIO | None = None) -> None:
+def print_report(event: NaNEvent, file: TextIO | None = None, *, told_at: int | None = None) -> None:
     """Write the report to `file` (standard error), coloured and wrapped if that is a terminal.
 
-    Signs that the file's encoding lacks are replaced: a report never fails for its typography.
+    Of a story that was told at step `told_at` only what is new is written. Signs that the file's encoding lacks are
+    replaced: a report never fails for its typography.
     """
     target = sys.stderr if file is None else file
-    text = _render(event, target, None, None) + "\n"
+    text = _render(event, target, None, None, told_at) + "\n"
     with bars_aside(target):
         target.write(_encodable(text, getattr(target, "encoding", None)))
         target.flush()
@@ -83,12 +84,12 @@ def _line(line: Line, colored: bool) -> str:
     return f"\x1b[{style}m{line.text}\x1b[0m" if colored and style else line.text
 
 
-def _render(event: NaNEvent, file: TextIO, width: int | None, color: bool | None) -> str:
+def _render(event: NaNEvent, file: TextIO, width: int | None, color: bool | None, told_at: int | None = None) -> str:
     colored = _wants_color(file) if color is None else color
     if width is None and _is_terminal(file):
         width = shutil.get_terminal_size().columns
     if width is None and not colored:
-        return report(event)
+        return report(event, told_at=told_at)
     # A report in colour that goes to no terminal (CI logs) is not wrapped: nobody knows how wide it is shown.
     columns = max(width, _NARROWEST) if width is not None else 100_000
     out = io.StringIO()
@@ -102,16 +103,16 @@ def _render(event: NaNEvent, file: TextIO, width: int | None, color: bool | None
         highlight=False,
         soft_wrap=True,
     )
-    for line in _lines(event, columns, console):
+    for line in _lines(event, columns, console, told_at):
         console.print(line, end="\n", soft_wrap=True)
     return out.getvalue().rstrip("\n")
 
 
-def _lines(event: NaNEvent, width: int, console: Console) -> list[Text]:
+def _lines(event: NaNEvent, width: int, console: Console, told_at: int | None) -> list[Text]:
     header = Text(title(event), style=_TITLE.get(event.severity, "bold"))
     lines = [Text.assemble(" ", part) for part in header.wrap(console, width - 1, overflow="fold")]
     lines.append(Text())
-    for row in rows(event):
+    for row in rows(event, told_at=told_at):
         for prefix, line in zip(prefixes(row), row.lines, strict=True):
             lines += _wrapped(prefix, _styled(row, line, event.call), row.label, width, console)
     for text in lines:

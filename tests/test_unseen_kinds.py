@@ -278,3 +278,63 @@ def test_a_loop_that_numbers_its_batches_once_is_still_stopped() -> None:
                 optimizer.step()
                 done.append(i)
     assert 1 < len(done) < 20
+
+
+# -- what a name and a second fault make of a fix ----------------------------------------------------------------------
+
+
+def balanced(model: nn.Module, x: Tensor) -> Tensor:
+    main, before = model(x).mean(), torch.zeros(())
+    scale = main.detach() / before  # <-- birth
+    return main * scale
+
+
+def test_a_quotient_called_scale_is_no_loss_scale() -> None:
+    event = assert_born(faulty(balanced), balanced, step=0, phase="loss", layer=None, op="div")
+    assert code_of(event) == "division_by_zero"
+    assert event.verdict == "formula"
+
+
+def by_its_length(model: nn.Module, x: Tensor) -> Tensor:
+    h = model(x) * torch.tensor([[0.0], [1.0], [1.0], [1.0], [1.0]])
+    n = h.pow(2).sum(-1, keepdim=True) ** 0.5
+    return (h / n).sum()
+
+
+def test_a_row_divided_by_its_own_norm_has_the_library_s_form_tried() -> None:
+    event = faulty(by_its_length).event
+    assert code_of(event) == "division_by_zero"
+    assert "F.normalize(h, dim=-1)" in fix_of(event)
+
+
+def by_another_length(model: nn.Module, x: Tensor) -> Tensor:
+    h = model(x) * torch.tensor([[0.0], [1.0], [1.0], [1.0], [1.0]])
+    n = h.pow(2).sum(-1, keepdim=True) ** 0.5
+    return (h / (2 * n)).sum()
+
+
+def test_a_row_divided_by_something_else_has_not() -> None:
+    assert not any("F.normalize" in t.detail for t in faulty(by_another_length).event.trials)
+
+
+def counts_without_eps(model: nn.Module, x: Tensor) -> Tensor:
+    return F.poisson_nll_loss(torch.relu(model(x) - 9.0), torch.ones(5, 4), log_input=False, eps=0.0)  # <-- birth
+
+
+def test_a_loss_of_the_library_gets_its_epsilon_back() -> None:
+    event = assert_born(faulty(counts_without_eps), counts_without_eps, step=0, phase="loss", layer=None, op="log")
+    assert code_of(event) == "log_of_zero"
+    assert event.cause is not None and (event.cause.fix or "").startswith("F.poisson_nll_loss(..., eps=1e-8)")
+    assert "eps=1e-6" in fix_of(event)
+
+
+def pairwise(model: nn.Module, x: Tensor) -> Tensor:
+    z = model(x)
+    out: Tensor = torch.vmap(lambda a, b: ((a - b) ** 2).sum().sqrt())(z, z)
+    return out.mean()
+
+
+def test_what_was_not_recorded_is_not_called_irreproducible() -> None:
+    event = faulty(pairwise).event
+    assert (event.reproduced, event.verdict, event.op) == ("no", "undecided", None)
+    assert any("det.run_step" in note for note in event.notes)

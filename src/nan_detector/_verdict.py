@@ -45,9 +45,11 @@ def verdict(birth: Birth | None, cause: Cause | None, trials: Iterable[Trial], r
         trials: What was tried.
         reproduced: Whether the replay did what the step did, as records say it.
     """
-    finite = {t.name for t in trials if _tells(t)}
+    made = tuple(trials)
+    finite, tried = {t.name for t in made if _tells(t)}, {t.name for t in made}
     if birth is None:
-        if reproduced != "no":
+        # Where no run was made, as part of the step was not recorded, "finite" would be said of the rest alone.
+        if reproduced != "no" or (tried and AGAIN not in tried):
             return "undecided"
         return "compiler" if EAGER in finite else "not_reproducible"
     if AGAIN in finite:

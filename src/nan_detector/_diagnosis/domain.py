@@ -118,7 +118,10 @@ def _log_argument(birth: Birth) -> tuple[TensorStats, TensorStats, tuple[float, 
 
 def _log_fix(birth: Birth, dtype: str) -> str:
     op = op_of(birth)
-    if (birth.call or "").rpartition(".")[2] == "log_prob":
+    called = (birth.call or "").rpartition(".")[2]
+    if called == "poisson_nll_loss":
+        return "F.poisson_nll_loss(..., eps=1e-8), or log_input=True with the logarithm of the rate as the input"
+    if called in ("log_prob", "kl_divergence", "entropy"):
         # The logarithm is of what the distribution is made of; xlogy and log1p take the value itself.
         if op == "log":
             return "keep the distribution away from its edge: log_std.clamp(-20, 2).exp(), or F.softplus(s) + 1e-4"

@@ -20,6 +20,7 @@ from nan_detector._diagnosis.facts import (
     operand,
     operands,
     out_dtype,
+    source_text,
     user_written,
 )
 from nan_detector._diagnosis.growth import Growth, growth, jump, linear_growth
@@ -100,7 +101,10 @@ def loss_scale_zero(birth: Birth, trace: Trace) -> Cause | None:
     below = operand(birth, 1 if op_of(birth) == "div" else 0)
     if below is None or below.numel != 1 or not below.zero_count:
         return None
-    if not mentions(birth, r"scale") and "scale" not in (birth.tensor_name or ""):
+    # Of what is divided by, not of what the quotient is called.
+    call = birth.call or ""
+    words = call.partition("/")[2] if "/" in call else source_text(birth)
+    if "scale" not in f"{words} {birth.tensor_name}".lower():
         return None
     dtype = birth.inputs[-1].whole.dtype if birth.inputs else ""
     return cause(

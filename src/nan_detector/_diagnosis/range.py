@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from nan_detector._causes import cause
 from nan_detector._diagnosis.dtypes import exp_limit, is_half, limits, plain
@@ -75,7 +76,8 @@ def _exp_fix(birth: Birth, limit: float) -> str:
     text = source_text(birth).replace(" ", "")
     if "log(1+" in text or "log1p(" in text or "softplus" in text:
         return "F.softplus(x), which is log(1 + exp(x)) without the large number"
-    if "/(1+" in text or "exp(-" in text:
+    # Beside something that it is multiplied with, exp(-x) is a weight.
+    if "/(1+" in text or re.search(r"exp\(-[^()]*\)(?!\*)", text):
         return "torch.sigmoid(x), which is 1 / (1 + exp(-x)) without the large number"
     if mentions(birth, r"/.*\.sum\(|softmax"):
         return "torch.softmax(x, -1), or subtract the maximum first: (x - x.amax(-1, keepdim=True)).exp()"

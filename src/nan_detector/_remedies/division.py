@@ -75,6 +75,19 @@ def nothing_for_zero(call: Call) -> Repaired:
     return Repaired(value, Words(whole=f"torch.where({{{index}}} == 0, 0.0, {inner})"))
 
 
+def normalised(call: Call) -> Repaired:
+    """A row divided by its own norm, however that was computed: without the slope of a root at 0."""
+    x, n = call.tensor(0), call.tensor(1)
+    for dim in range(-1, -x.dim() - 1, -1):
+        if n.shape == (*x.shape[:dim], 1, *(x.shape[dim + 1 :] if dim != -1 else ())):
+            norm = torch.linalg.vector_norm(x.detach(), dim=dim, keepdim=True)
+            if torch.allclose(norm, n.detach(), rtol=1e-3, atol=1e-6):
+                return Repaired(
+                    torch.nn.functional.normalize(x, dim=dim), Words(whole=f"F.normalize({{0}}, dim={dim})")
+                )
+    call.unfit()
+
+
 def larger_eps(call: Call) -> Repaired:
     """The epsilon of a function of the library, large enough for the dtype."""
     bound = call.bound()
@@ -196,8 +209,11 @@ REMEDIES: tuple[Remedy, ...] = (
     remedy("unselected_branch", "div reciprocal", nothing_for_zero),
     remedy(_ZEROS, " ".join(_DENOMINATOR), guarded),
     remedy(_ZEROS, "div reciprocal", nothing_for_zero),
+    remedy("division_by_zero underflow_to_zero", "div", normalised),
     remedy(
-        "eps_underflow division_by_zero sqrt_of_negative overflow half_overflow sqrt_gradient_at_zero", "", larger_eps
+        "eps_underflow division_by_zero log_of_zero sqrt_of_negative overflow half_overflow sqrt_gradient_at_zero",
+        "",
+        larger_eps,
     ),
     remedy("division_by_zero sqrt_gradient_at_zero", "weight_norm weight_norm_interface", safe_rows),
     remedy("reduction_of_empty", "mean nanmean", mean_of_nothing),

@@ -55,6 +55,15 @@ def test_a_bad_feature_is_named_by_the_parameter_of_forward_and_by_its_sample(va
     assert event.output is not None and event.output.bad_count == 1
 
 
+def test_a_feature_that_is_bad_in_several_samples_is_named_by_its_column() -> None:
+    batches = pairs()
+    batches[2][0][[1, 4], 3] = NAN
+    event = train(Regressor(), batches, mse).event
+    assert event is not None and event.cause is not None and event.first_use is not None
+    assert event.cause.evidence == ("features: of 24 values (float32) 2 NaN, first at [1, 3], all in column 3.",)
+    assert event.first_use.source_line == "return self.body(features)"
+
+
 def test_sample_ids_that_were_told_are_reported_for_the_bad_samples_only() -> None:
     batches = pairs()
     batches[1][0][0, 0] = NAN

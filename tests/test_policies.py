@@ -29,12 +29,12 @@ class Root(nn.Module):
 class Run:
     """A training of six steps, two of them bad."""
 
-    def __init__(self, on_nan: Any, *, stop_on_first: bool = True) -> None:
+    def __init__(self, on_nan: Any, *, stop_on_first: bool = True, verbose: bool = False) -> None:
         self.model = Root()
         self.raised: list[int] = []
         self.triggered: list[int] = []
         optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        self.det = NaNDetector(self.model, on_nan=on_nan, stop_on_first=stop_on_first, verbose=False)
+        self.det = NaNDetector(self.model, on_nan=on_nan, stop_on_first=stop_on_first, verbose=verbose)
         with self.det as det:
             for step in range(6):
                 det.set_batch(step)
@@ -70,6 +70,15 @@ def test_without_stop_on_first_every_bad_step_is_told(on_nan: Any):
     run = Run(on_nan, stop_on_first=False)
     assert (run.steps, run.raised, run.finite) == ([2, 4], [], True)
     assert {e.action for e in run.det.all_events} == {on_nan or "skip"}
+
+
+def test_the_same_story_is_told_whole_once(capsys: pytest.CaptureFixture[str]):
+    Run("skip", verbose=True)
+    first, second = capsys.readouterr().err.split(" NaN born at step ")[1:]
+    assert first.startswith("2,") and "\n   fix " in first and "as at step" not in first
+    assert second.startswith("4,") and "\n   fix " not in second
+    assert "\n   why     as at step 2: square root of a negative number.\n" in second
+    assert "\n   state   weights are clean: the step was skipped, and training goes on." in second
 
 
 @pytest.mark.parametrize("stop_on_first", [True, False])

@@ -54,6 +54,20 @@ def test_spike_of_loss_and_gradients() -> None:
     assert {w.step for w in det.warnings} <= set(range(150, 200))
 
 
+def test_large_gradients_of_one_step_are_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp()
+    opt = torch.optim.SGD(model.parameters(), lr=1e-9)
+    with caplog.at_level(logging.WARNING, "nan_detector"), NaNDetector(model, verbose=False) as det:
+        steps(det, model, opt, 3, change=lambda i: 1e6 if i == 1 else 1.0)
+    lines = [r.getMessage() for r in caplog.records if "grad_norm_warn" in r.getMessage()]
+    assert [e.batch_idx for e in det.grad_events] == [1] * 4, "one for each parameter"
+    largest = max(det.grad_events, key=lambda e: e.grad_norm)
+    name = f"{largest.layer_name}.{largest.param_name}"
+    assert lines == [
+        f"step 1: 4 of 4 gradient norms are above grad_norm_warn=100, the largest {largest.grad_norm:.3g} of {name}"
+    ]
+
+
 def test_a_rate_that_jumps() -> None:
     model = mlp()
     opt = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -346,7 +346,7 @@ class OpTracer(TorchDispatchMode):
         )
         gen.guilty = stats.bad_count
         gen.first_bad = _finite.first_bad_index(t)
-        gen.rows = _finite.bad_rows(t)
+        gen.rows, gen.column = _finite.bad_rows(t), _finite.bad_column(t)
         self._born(gen)
         line: Line = frozenset((gen,))
         self.lineage.mark(t, line)

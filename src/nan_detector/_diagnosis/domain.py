@@ -157,7 +157,7 @@ def sqrt_of_negative(birth: Birth, trace: Trace) -> Cause | None:
         why = "Inside the optimizer it is E[g²] - E[g]², which cancels when a gradient hardly changes."
         return cause("sqrt_of_negative", evidence, why, fix="centered=False, or a larger eps in the optimizer")
     if birth.phase == "optimizer":
-        why = "Running means of squares and of their roots, E[g²] - E[g]², cancel when a gradient hardly changes."
+        why = "E[g²] - E[g]² of running means falls below 0 by rounding, or where the two forget at different rates."
         return cause("sqrt_of_negative", evidence, why, fix=f"x.clamp_min(0).{op}() in the optimizer's step")
     if mentions(birth, r"\bvar|mean|std|moment"):
         why = "A variance as E[x²] - E[x]² loses its digits when the mean is large against the spread."

@@ -338,3 +338,49 @@ def test_what_was_not_recorded_is_not_called_irreproducible() -> None:
     event = faulty(pairwise).event
     assert (event.reproduced, event.verdict, event.op) == ("no", "undecided", None)
     assert any("det.run_step" in note for note in event.notes)
+
+
+# -- weights that are moved for a second backward ----------------------------------------------------------------------
+
+
+def _moved(model: faults.Net, x: Tensor, weight: float, base: torch.optim.Optimizer) -> None:
+    base.zero_grad()
+    (weight * model(x).square().mean()).backward()
+    with torch.no_grad():
+        norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm()
+        steps = [0.05 * p.grad / norm for p in model.parameters() if p.grad is not None]
+        for p, e in zip(model.parameters(), steps, strict=True):
+            p.add_(e)
+    base.zero_grad()
+    (weight * model(x).square().mean()).backward()
+    with torch.no_grad():
+        for p, e in zip(model.parameters(), steps, strict=True):
+            p.sub_(e)
+    base.step()
+
+
+def test_weights_moved_by_the_loop_are_not_laid_at_the_optimizer_s_door() -> None:
+    model = faults.Net()
+    base = torch.optim.SGD(model.parameters(), lr=0.01)
+    with NaNDetector(model, verbose=False) as det:
+        for i, weight in enumerate((1.0, 1.0, 0.0, 1.0)):
+            det.set_batch(i)
+            _moved(model, faults.ones(), weight, base)
+            if det.triggered:
+                break
+    event = det.event
+    assert event is not None and (event.step, event.op, event.cause) == (2, None, None)
+    assert event.weights == "damaged since step 2"
+    assert any(
+        "overwritten with non-finite values by code that no gate sees (an update by hand" in n for n in event.notes
+    )
+
+
+def test_weights_moved_by_a_finite_amount_are_quiet() -> None:
+    model = faults.Net()
+    base = torch.optim.SGD(model.parameters(), lr=0.01)
+    with NaNDetector(model, verbose=False) as det:
+        for i in range(4):
+            det.set_batch(i)
+            _moved(model, faults.ones(), 1.0, base)
+    assert det.event is None

@@ -133,7 +133,7 @@ def investigate(
             notes=(
                 *notes,
                 "not replayed: when it was found, the weights had been overwritten with non-finite values by code that "
-                "no gate sees (a compiled optimizer step, say)",
+                "no gate sees (an update by hand, a compiled optimizer step)",
             )
         )
     if not _one_at_a_time.acquire(timeout=min(budget_s, threading.TIMEOUT_MAX)):

@@ -7,16 +7,25 @@ step, and undone; else it is seen at the next gate that trips, or at the end.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from nan_detector import _finite
 from nan_detector._before import GRAD_NORM_OF, LEARNING_RATE
-from nan_detector._damage import Harm, LastStep, birth_in_state, birth_in_step, birth_unknown, harms
+from nan_detector._damage import (
+    Harm,
+    LastStep,
+    birth_in_state,
+    birth_in_step,
+    birth_unknown,
+    harms,
+    retake_with_state,
+)
 from nan_detector._quiet import quiet
 from nan_detector._records import Reproduced
+from nan_detector._retake import Retake
 from nan_detector._rollback import GoodState, keep_optimizer, put_back, was_finite
 from nan_detector._run import Run
 from nan_detector._source import here
@@ -46,12 +55,14 @@ class Damage:
         birth: What is known of it.
         reproduced: Whether taking the step again did the same.
         restored: It was undone.
+        retake: How the step is taken again, to try things on it; None where that does not do what the step did.
     """
 
     step: int
     birth: Birth
     reproduced: Reproduced
     restored: bool = False
+    retake: Retake | None = field(default=None, compare=False, repr=False)
 
     @property
     def trace(self) -> Trace:
@@ -140,13 +151,11 @@ class Aftermath:
             stepped.last = None
             harm = replace(harm, tensor=harm.tensor.detach().clone())
         put_back(shadow)
-        birth = birth_in_step(optimizer, harm, last.mark, exact=True)
-        return Damage(
-            last.step,
-            birth or birth_unknown(optimizer, harm, last.mark),
-            "no" if birth is None else "yes",
-            restored=True,
-        )
+        found = birth_in_step(optimizer, harm, last.mark, exact=True)
+        if found is None:
+            return Damage(last.step, birth_unknown(optimizer, harm, last.mark), "no", True, Retake(optimizer))
+        birth, retake = found
+        return Damage(last.step, birth, "yes", True, retake)
 
     def _new_harm(self, optimizer: Any, stepped: Stepped, shadow: GoodState) -> Harm | None:
         tensors = stepped.parameters[:]
@@ -219,12 +228,11 @@ class Aftermath:
                 if damage is not None:
                     return damage
             if moment is not None:
-                birth = birth_in_step(optimizer, moment, last.mark, exact=False, gradients=True)
-                return Damage(
-                    last.step,
-                    birth or birth_in_state(optimizer, moment, last.mark),
-                    "yes" if birth is not None else "not_tried",
-                )
+                found = birth_in_step(optimizer, moment, last.mark, exact=False, gradients=True)
+                if found is None:
+                    return Damage(last.step, birth_in_state(optimizer, moment, last.mark), "not_tried")
+                birth, retake = found
+                return Damage(last.step, birth, "yes", retake=retake)
         return None
 
     def _explained(
@@ -234,7 +242,8 @@ class Aftermath:
         if found is None and gradients:
             found = birth_in_step(optimizer, harm, last.mark, exact=False)
         if found is not None:
-            return Damage(last.step, found, "yes")
+            birth_found, retake = found
+            return Damage(last.step, birth_found, "yes", retake=retake)
         with quiet():
             bad = _finite.bad_mask(harm.tensor)
             for moment in harms(optimizer, self.run.ours, state=True):
@@ -242,7 +251,8 @@ class Aftermath:
                     continue
                 # Of another shape: statistics of rows and columns, which spoil all they are of.
                 if moment.tensor.shape != bad.shape or bool((_finite.bad_mask(moment.tensor) & bad).any()):
-                    return Damage(last.step, birth_in_state(optimizer, moment, last.mark), "yes")
+                    retake = retake_with_state(optimizer, moment, gradients=gradients)
+                    return Damage(last.step, birth_in_state(optimizer, moment, last.mark), "yes", retake=retake)
         if self._was_good(harm, last, birth):
             return Damage(last.step, birth_unknown(optimizer, harm, last.mark), "no")
         return None

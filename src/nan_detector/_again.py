@@ -96,7 +96,7 @@ class Again:
         begun = time.perf_counter()
         try:
             step = self.step(deadline, change)
-            with _muted():
+            with muted():
                 replayed = step.run()
             with quiet():
                 return self._outcome(step, replayed, begun, checksum)
@@ -108,13 +108,13 @@ class Again:
             if strict():
                 raise
             logger.exception("a trial failed")
-            error = f"{type(failure).__name__}: {_first_line(failure)}"
+            error = f"{type(failure).__name__}: {first_line(failure)}"
         return Outcome(None, error=error, seconds=time.perf_counter() - begun)
 
     def _outcome(self, step: Step, replayed: Replayed, begun: float, checksum: bool) -> Outcome:
         raised = replayed.raised
         if raised is not None and type(raised) is not self.raised:
-            error = f"the step raised {type(raised).__name__}: {_first_line(raised)}"
+            error = f"the step raised {type(raised).__name__}: {first_line(raised)}"
             return Outcome(None, error=error, seconds=time.perf_counter() - begun)
         bad = "" if raised is None else f"the step raised {type(raised).__name__} again"
         bad = bad or next((n for n, t in _judged(replayed) if not _finite.is_finite(t)), "")
@@ -145,7 +145,8 @@ class _Muted:
 
 
 @contextlib.contextmanager
-def _muted() -> Iterator[None]:
+def muted() -> Iterator[None]:
+    """Nothing that this thread prints in here is shown: it was printed when the step was taken."""
     stream = sys.stdout
     muted: Any = _Muted(stream, threading.get_ident())
     sys.stdout = muted
@@ -210,5 +211,6 @@ _BITS = {
 }
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of its message, not too long for a sentence."""
     return next(iter(str(error).splitlines()), "")[:160]

@@ -7,18 +7,18 @@ tracer: an operation that goes bad at the same elements is the one.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from nan_detector import _finite
-from nan_detector._isolate import isolated_copy
 from nan_detector._lineage import Gen, Line
 from nan_detector._origin import birth_of
 from nan_detector._quiet import quiet
+from nan_detector._retake import Retake, step_of, stepping, twin_of_step
 from nan_detector._source import Mark, is_user_code, location_of
 from nan_detector._trace import Birth, BirthKind
 from nan_detector._tracer import OpTracer
@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 _MEANS = ("exp_avg", "grad_avg", "momentum_buffer")
 _MOST_MEANS = 4  # of a user's optimizer, each of which is tried
 #: Arithmetic of these is done step by step only when asked.
-_FAST_FORMS = ("foreach", "fused", "capturable")
+FAST_FORMS = ("foreach", "fused", "capturable")
 
 
 class LastStep(NamedTuple):  # made in every step
@@ -124,7 +124,7 @@ def birth_unknown(optimizer: Any, harm: Harm, mark: Mark | None) -> Birth:
 
 def birth_in_step(
     optimizer: Any, harm: Harm, mark: Mark | None, *, exact: bool, gradients: bool = False
-) -> Birth | None:
+) -> tuple[Birth, Retake] | None:
     """The operation of a step that made a tensor non-finite, found by taking the step again on a copy.
 
     Args:
@@ -136,15 +136,31 @@ def birth_in_step(
         gradients: The gradients are still those of the step. Otherwise their running mean stands for them.
 
     Returns:
-        None where no operation goes bad at the same elements.
+        The birth, and how the step was taken again; None where no operation goes bad at the same elements.
     """
-    means = [""] if exact or gradients else _means_of(optimizer, harm)
-    gen = next(filter(None, (_step_again(optimizer, harm, exact, exact or gradients, m) for m in means)), None)
-    if gen is None:
-        return None
-    birth = birth_of(gen)
+    means: Sequence[str | None] = [None] if exact or gradients else _means_of(optimizer, harm)
+    for mean in means:
+        retake = Retake(optimizer, mean, mend_weights=not exact, mend_state=not exact)
+        gen = _step_again(retake, harm)
+        if gen is not None:
+            return _told(birth_of(gen), optimizer, harm, mark, exact), retake
+    return None
+
+
+def retake_with_state(optimizer: Any, harm: Harm, *, gradients: bool) -> Retake:
+    """How a step is taken again that state is to blame for: the state is as it was.
+
+    Args:
+        optimizer: The optimizer.
+        harm: The state.
+        gradients: The gradients are still those of the step.
+    """
+    return Retake(optimizer, None if gradients else _means_of(optimizer, harm)[0], mend_weights=True)
+
+
+def _told(birth: Birth, optimizer: Any, harm: Harm, mark: Mark | None, exact: bool) -> Birth:
     # An optimizer of the user's own has a line in its step; of torch's, the line that called it is the innermost one.
-    within = birth.location if is_user_code(getattr(_step_of(optimizer), "__code__", None)) else None
+    within = birth.location if is_user_code(getattr(step_of(optimizer), "__code__", None)) else None
     return replace(
         birth,
         phase="optimizer",
@@ -157,7 +173,7 @@ def birth_in_step(
     )
 
 
-def _means_of(optimizer: Any, harm: Harm) -> list[str]:
+def _means_of(optimizer: Any, harm: Harm) -> Sequence[str]:
     """Keys of the state, the likelier first, whose values may be a running mean of the gradient."""
     state = optimizer.state.get(harm.parameter) if harm.parameter in optimizer.state else None
     if not isinstance(state, dict):
@@ -169,57 +185,29 @@ def _means_of(optimizer: Any, harm: Harm) -> list[str]:
     return [*alike[:_MOST_MEANS], ""]  # under a name of the user's own
 
 
-def _step_again(optimizer: Any, harm: Harm, exact: bool, gradients: bool, mean: str) -> Gen | None:
-    with quiet():
-        try:
-            twin = isolated_copy(optimizer)
-        except (RuntimeError, TypeError, MemoryError):
-            return None
-        mine: Tensor | None = None
-        for copied, real in zip(twin.param_groups, optimizer.param_groups, strict=True):
-            copied.update({k: False for k in _FAST_FORMS if k in copied})
-            for p, original in zip(copied["params"], real["params"], strict=True):
-                if original is harm.parameter:
-                    mine = p
-                state = twin.state.get(p, {})
-                if not exact:
-                    _make_finite(p, state)
-                if gradients and original.grad is not None:
-                    p.grad = original.grad.detach().clone()
-                elif not exact:
-                    p.grad = _typical_gradient(p, state, mean)
+def _step_again(retake: Retake, harm: Harm) -> Gen | None:
+    try:
+        twin = twin_of_step(retake, _step_by_step)
+    except (RuntimeError, TypeError, MemoryError):
+        return None
+    mine = twin.parameters.get(id(harm.parameter))
     if mine is None:
         return None
     tracer = OpTracer(outside=lambda t: None)
-    try:
-        with torch.no_grad(), tracer:
-            _step_of(optimizer)(twin)
-    except Exception:  # a user's optimizer may not like a copy, and some need a closure: then this is all there is
-        pass
-    with quiet():
-        made = mine if harm.key is None else twin.state.get(mine, {}).get(harm.key)
-        if not isinstance(made, Tensor) or made.shape != harm.tensor.shape:
-            return None
-        line: Line = tracer.ancestry(made)
-        same = bool((_finite.bad_mask(made) & _finite.bad_mask(harm.tensor)).any())
+    with stepping(retake, twin, tracer) as step:
+        # A user's optimizer may not like a copy, and some need a closure: then what it did until then is all there is.
+        with contextlib.suppress(Exception):
+            step()
+        with quiet():
+            made = mine if harm.key is None else twin.optimizer.state.get(mine, {}).get(harm.key)
+            if not isinstance(made, Tensor) or made.shape != harm.tensor.shape:
+                return None
+            line: Line = tracer.ancestry(made)
+            same = bool((_finite.bad_mask(made) & _finite.bad_mask(harm.tensor)).any())
     born = sorted((g for g in line if not g.intended and g.kind is BirthKind.OPERATION), key=lambda g: g.order)
     return born[0] if born and same else None
 
 
-def _step_of(optimizer: Any) -> Any:
-    """The function of its class that takes a step, without what torch wraps around it."""
-    return inspect.unwrap(type(optimizer).step)
-
-
-def _make_finite(p: Tensor, state: Any) -> None:
-    for t in [p, *(state.values() if isinstance(state, dict) else ())]:
-        if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()):
-            t.detach().nan_to_num_(0.0, 0.0, 0.0)
-
-
-def _typical_gradient(p: Tensor, state: Any, key: str) -> Tensor | None:
-    if not isinstance(state, dict) or not state:
-        return None if p.grad is None else torch.zeros_like(p)  # a copy has a gradient where the parameter has one
-    mean = state.get(key)
-    known = isinstance(mean, Tensor) and mean.shape == p.shape
-    return mean.detach().clone() if known and isinstance(mean, Tensor) else torch.zeros_like(p)
+def _step_by_step(twin: Any) -> None:
+    for group in twin.param_groups:
+        group.update({k: False for k in FAST_FORMS if k in group})

@@ -59,7 +59,12 @@ def _number(value: float) -> TensorStats | None:
     if math.isfinite(value):
         return None
     return TensorStats(
-        (), "float", "cpu", nan_count=value != value, posinf_count=value == math.inf, neginf_count=value == -math.inf
+        (),
+        "float",
+        "cpu",
+        nan_count=int(math.isnan(value)),
+        posinf_count=int(value == math.inf),
+        neginf_count=int(value == -math.inf),
     )
 
 

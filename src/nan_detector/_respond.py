@@ -15,15 +15,18 @@ from nan_detector._erased import erased
 from nan_detector._errors import NonFiniteError
 from nan_detector._gate import Suspicion
 from nan_detector._hit import FINITE_AGAIN, Finding, complete, investigate, new_event, weights_state
+from nan_detector._hyper import HyperProblem
 from nan_detector._keeper import Keeper
 from nan_detector._moment import Habits
 from nan_detector._optimizer_events import hyper_event
 from nan_detector._quiet import quiet
 from nan_detector._records import NaNEvent
+from nan_detector._retake import Retake
 from nan_detector._run import Run
 from nan_detector._run_step import Call
 from nan_detector._session import Session, session
 from nan_detector._state import logger, strict
+from nan_detector._step_trials import with_step_trials
 from nan_detector._summary import headline, story
 from nan_detector._trace import BirthKind
 from nan_detector._trials import with_trials
@@ -41,6 +44,7 @@ _STALE = (
 _LOOK_UPS = ("embedding", "embedding_bag", "index", "index_select", "gather")
 #: Times that trials are made of the same story: a run that skips a bad batch in every epoch need not be slower for it.
 TRIED_AT_MOST = 3
+_TOLD_ENOUGH = f"not tried: the same was tried {TRIED_AT_MOST} times in this run"
 #: Rows of the flight recorder that an event is explained from.
 ROWS = 200
 
@@ -112,7 +116,7 @@ class Responder:
             with current.off():
                 event = replace(event, capsule=self.capsules.begin(event, current.tape))
         self._not_zeroed = self._about_zeroing(current, optimizer)
-        event = self._explained(current, event, suspicion, finding)
+        event = self._explained(current, event, suspicion, finding, optimizer)
         event = replace(event, sample_id=run.ids_of(event.sample_index) or event.sample_id)
         policy = self._policy(event)
         weights = self._weights(event, policy, stepping and not suspicion.erased)
@@ -211,10 +215,17 @@ class Responder:
         )
         return replace(event, cause=replace(event.cause, fix=fix))
 
-    def _explained(self, current: Session, event: NaNEvent, suspicion: Suspicion, finding: Finding | None) -> NaNEvent:
+    def _explained(
+        self,
+        current: Session,
+        event: NaNEvent,
+        suspicion: Suspicion,
+        finding: Finding | None,
+        optimizer: Any = None,
+    ) -> NaNEvent:
         """`_explain`, or the provisional event made final: a bug in the search must not cost the protection."""
         try:
-            return self._explain(current, event, suspicion, finding)
+            return self._explain(current, event, suspicion, finding, optimizer)
         except Exception as error:
             if strict():
                 raise
@@ -223,11 +234,16 @@ class Responder:
                 event, status="final", notes=(*event.notes, f"the search failed: {type(error).__name__}: {error}")
             )
 
-    def _explain(self, current: Session, event: NaNEvent, suspicion: Suspicion, finding: Finding | None) -> NaNEvent:
+    def _explain(
+        self, current: Session, event: NaNEvent, suspicion: Suspicion, finding: Finding | None, optimizer: Any
+    ) -> NaNEvent:
         if suspicion.hyper is not None and not suspicion.losses and not suspicion.gradients:
             steps, columns = self.run.recorder.columns(ROWS)
             rates = tuple(columns.get(LEARNING_RATE, ()))
-            return hyper_event(event, suspicion.hyper, before_sentences(columns, steps, layer=None), rates)
+            event = hyper_event(event, suspicion.hyper, before_sentences(columns, steps, layer=None), rates)
+            option = suspicion.hyper.name if isinstance(suspicion.hyper, HyperProblem) else ""
+            retake = Retake(optimizer) if optimizer is not None else None
+            return self._step_tried(event, retake, option, rates)
         if finding is None and self.run.config.replay is Replay.OFF:
             finding = Finding(notes=("replay='off': only what the gate saw is known",))
         if finding is None:
@@ -267,10 +283,8 @@ class Responder:
         """The event with its trends and trials. What is known already is written down first: they take their time."""
         if finding.again is None:
             return self._with_trends(event)
-        told, self._told[story(event)] = self._told[story(event)], self._told[story(event)] + 1
-        if told >= TRIED_AT_MOST:
-            note = f"not tried: the same was tried {TRIED_AT_MOST} times in this run"
-            return self._with_trends(replace(event, notes=(*event.notes, note)))
+        if self._is_tried_enough(event):
+            return self._with_trends(replace(event, notes=(*event.notes, _TOLD_ENOUGH)))
         self.run.book.located(event)
         compiled = current.compiled_after >= current.tape.boundary
         event = self._with_trends(event)
@@ -298,7 +312,27 @@ class Responder:
         notes = event.notes
         if damage.step != event.step:
             notes = (*notes, f"found at step {event.step}, when {event.symptom}")
-        return replace(event, step=damage.step, phase="optimizer", verdict="optimizer", notes=notes)
+        event = replace(event, step=damage.step, phase="optimizer", verdict="optimizer", notes=notes)
+        return self._step_tried(event, damage.retake)
+
+    def _step_tried(
+        self, event: NaNEvent, retake: Retake | None, option: str = "", rates: tuple[float, ...] = ()
+    ) -> NaNEvent:
+        """The event of an optimizer's step with its trials; what is known already is written down first."""
+        config = self.run.config
+        if retake is None or config.replay is Replay.OFF:
+            return event
+        if self._is_tried_enough(event):
+            return replace(event, notes=(*event.notes, _TOLD_ENOUGH))
+        self.run.book.located(event)
+        with session().off(), self.watch.at_rest():
+            return with_step_trials(event, retake, self.run.ours, config.replay_budget_s, option=option, rates=rates)
+
+    def _is_tried_enough(self, event: NaNEvent) -> bool:
+        """Count the event's story, and say whether it was tried often enough."""
+        key = story(event)
+        self._told[key] += 1
+        return self._told[key] > TRIED_AT_MOST
 
     def damaged(self, damage: Damage, *, optimizer: Any = None) -> None:
         """What a step did is found after it.

@@ -57,6 +57,11 @@ _TRIALS = {
     "finite_state": "with finite state",
     "finite_data": "with finite data",
     "samples": "samples",
+    "rate": "with the last finite learning rate",
+    "option": "with the option as it was at first",
+    "eps": "with a larger eps",
+    "clipped": "with gradients clipped to norm 1",
+    "unfused": "without multi-tensor and fused kernels",
 }
 _TOLD_IN_FULL = ("again", "samples")
 #: Causes for which what is tried on one step tells less than it seems to: the numbers grow from step to step.
@@ -399,7 +404,7 @@ def _told(event: NaNEvent) -> list[Trial]:
 
 def _is_same(trial: Trial) -> bool:
     """True for the step run again with nothing changed that did the same: "reproduced" tells that."""
-    return trial.name == "again" and trial.finite is False and trial.detail.startswith("twice")
+    return trial.name == "again" and trial.finite is False and trial.detail.startswith(("twice", "on a copy"))
 
 
 def _trial(trial: Trial, event: NaNEvent) -> str:

@@ -574,6 +574,11 @@ class OpTracer(TorchDispatchMode):
 
     # -- asked afterwards ----------------------------------------------------------------------------------------------
 
+    @property
+    def own(self) -> set[int]:
+        """Memory that operations of this trace have written."""
+        return self._made
+
     def made(self, key: int) -> bool:
         """True for memory that an operation of this trace has written."""
         return key in self._made

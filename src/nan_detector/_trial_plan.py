@@ -11,6 +11,8 @@ from nan_detector._trace import Birth, BirthKind
 AGAIN, EAGER, FIX = "again", "eager", "fix"
 FLOAT32, FLOAT64, UNSCALED = "float32", "float64", "loss_scale_1"
 STATE, DATA, SAMPLES = "finite_state", "finite_data", "samples"
+#: Of an optimizer's step.
+RATE, OPTION, EPS, CLIPPED, UNFUSED = "rate", "option", "eps", "clipped", "unfused"
 
 #: Ends the detail of a trial in float64 whose loss no float32 could hold: no number to train with in any format.
 BEYOND = "beyond float32"
@@ -111,6 +113,55 @@ def plan(birth: Birth | None, reproduced: Reproduced, facts: Facts) -> tuple[Pla
         chosen.append(Planned(UNSCALED, "Is the step finite at a loss scale of 1?"))
     if facts.samples > 1 or facts.uncut:
         chosen.append(Planned(SAMPLES, "Which samples of the batch do it?", facts.uncut))
+    return tuple(chosen)
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What is known of an optimizer's step before a trial is run.
+
+    Attributes:
+        cause: Code of the event's cause.
+        option: The setting that is not finite; "" where all are.
+        rate: The last learning rate above 0 that was finite; None where none is known.
+        state: State was not finite before the step.
+        fixable: There is a change that follows the cause's advice.
+        eps: A parameter group has an epsilon, and the guilty operation may have needed a larger one.
+        half: Parameters or state are in half precision.
+        fast: Multi-tensor or fused kernels take the step.
+    """
+
+    cause: str = ""
+    option: str = ""
+    rate: float | None = None
+    state: bool = False
+    fixable: bool = False
+    eps: bool = False
+    half: bool = False
+    fast: bool = False
+
+
+def plan_of_step(facts: StepFacts) -> tuple[Planned, ...]:
+    """The trials of an optimizer's step that would tell something, the most telling first."""
+    chosen = [Planned(AGAIN, "Does the optimizer's step do the same again, on a copy?")]
+    if facts.option == "lr":
+        why = "" if facts.rate is not None else "no step before had a learning rate that is finite and above 0"
+        return (*chosen, Planned(RATE, "Is the step finite with the last finite learning rate?", why))
+    if facts.option:
+        said = f"Is the step finite with the {facts.option} that the optimizer was made with?"
+        return (*chosen, Planned(OPTION, said))
+    if facts.fixable:
+        chosen.append(Planned(FIX, "Does the proposed fix keep the step finite?"))
+    if facts.state:
+        return (*chosen, Planned(STATE, "Is the step finite with zeros in place of the bad values of its state?"))
+    if facts.eps and facts.cause != "eps_underflow":
+        chosen.append(Planned(EPS, "Is the step finite with a larger eps?"))
+    if not facts.fixable:  # any step is tamer for it, which says little where the mechanism is known
+        chosen.append(Planned(CLIPPED, "Is the step finite when the gradients are clipped to norm 1?"))
+    if facts.half:
+        chosen.append(Planned(FLOAT32, "Is the step finite with weights, gradients and state in float32?"))
+    if facts.fast:
+        chosen.append(Planned(UNFUSED, "Is the step finite without multi-tensor and fused kernels?"))
     return tuple(chosen)
 
 

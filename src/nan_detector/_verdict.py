@@ -6,7 +6,23 @@ from collections.abc import Iterable, Mapping
 
 from nan_detector._records import Cause, NaNEvent, Trial, Verdict
 from nan_detector._trace import Birth, BirthKind
-from nan_detector._trial_plan import AGAIN, BEYOND, DATA, EAGER, FIX, FLOAT32, FLOAT64, SAMPLES, STATE, UNSCALED
+from nan_detector._trial_plan import (
+    AGAIN,
+    BEYOND,
+    CLIPPED,
+    DATA,
+    EAGER,
+    EPS,
+    FIX,
+    FLOAT32,
+    FLOAT64,
+    OPTION,
+    RATE,
+    SAMPLES,
+    STATE,
+    UNFUSED,
+    UNSCALED,
+)
 
 #: What stands in these was bad before any operation of the step ran.
 _SOURCES: Mapping[str, Verdict] = {"input": "data", "label": "data", "parameter": "state", "buffer": "state"}
@@ -29,7 +45,7 @@ _SHOWN_BY: Mapping[Verdict, tuple[str, ...]] = {
     "precision": (FLOAT32, UNSCALED, FLOAT64),
     "formula": (FIX,),
     "state": (STATE,),
-    "optimizer": (),
+    "optimizer": (FIX, RATE, OPTION, STATE, EPS, CLIPPED, FLOAT32, UNFUSED),
     "compiler": (EAGER,),
     "not_reproducible": (AGAIN,),
     "undecided": (),

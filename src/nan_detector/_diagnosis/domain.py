@@ -154,8 +154,11 @@ def sqrt_of_negative(birth: Birth, trace: Trace) -> Cause | None:
     evidence = f"{_how_many(birth, whole, whole.negative_count + whole.neginf_count)} below 0 (least {least})."
     op = op_of(birth)
     if in_optimizer_step(birth):
-        why = "Inside the optimizer it is E[g²] - E[g]², which cancels when a gradient hardly changes."
-        return cause("sqrt_of_negative", evidence, why, fix="centered=False, or a larger eps in the optimizer")
+        why = (
+            "Inside the optimizer it is E[g²] - E[g]², which cancels when a gradient hardly changes; eps is added "
+            "after the root."
+        )
+        return cause("sqrt_of_negative", evidence, why, fix="centered=False")
     if birth.phase == "optimizer":
         why = "E[g²] - E[g]² of running means falls below 0 by rounding, or where the two forget at different rates."
         return cause("sqrt_of_negative", evidence, why, fix=f"x.clamp_min(0).{op}() in the optimizer's step")

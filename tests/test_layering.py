@@ -169,9 +169,11 @@ TABLE = (
     # Layer 3: the detector and its kin, which wire the layers below.
     Rule(3, Torch.YES, ("_auto", "_compiled_calls", "_detect", "_detector", "_guard", "_loose")),
     # Layer 4: ways in from outside: the command line, the demo, a script that nobody changes.
-    Rule(4, Torch.INSIDE, ("_cli", "_cli.*", "_demo", "_script", "_watch_script")),
+    Rule(4, Torch.INSIDE, ("_bench", "_cli", "_cli.*", "_demo", "_script", "_watch_script")),
     # The demo's trainings are written as a user would write them, torch at the top and all.
     Rule(4, Torch.YES, ("_demo.*",)),
+    # The benchmark trains, too.
+    Rule(4, Torch.YES, ("_bench.*",)),
     # The names that users see, all of them lazy, and the door of `python -m`.
     Rule(5, Torch.INSIDE, ("", "__main__")),
 )

@@ -18,7 +18,7 @@ from nan_detector._version import __version__
 
 PROGRAM = "nan-detector"
 #: Names of the subcommands, in the order of the help.
-COMMANDS = ("demo", "run", "show", "report", "replay")
+COMMANDS = ("demo", "run", "show", "report", "replay", "bench")
 
 _HELP = """Watches PyTorch training cheaply, and says where and why a NaN or Inf was born.
 

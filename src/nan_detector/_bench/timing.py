@@ -1,0 +1,128 @@
+"""The clock: contestants take turns in short blocks, so that a machine that slows down slows all of them."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+#: Takes one training step; gives the moment (`time.perf_counter`) at which its forward ended.
+Step = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """What takes a turn.
+
+    Attributes:
+        name: Its name.
+        open: Switches on what is to be measured, for one block, and gives the step that is then taken.
+        steps: Steps of a block that are counted.
+        warm: Steps before them that are not: caches are cold, and whoever has just attached looks more closely.
+        every: It takes part in every so many rounds: what is slow would else use up the time.
+    """
+
+    name: str
+    open: Callable[[], AbstractContextManager[Step]]
+    steps: int
+    warm: int = 6
+    every: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One turn.
+
+    Attributes:
+        steps: Seconds of each step.
+        forwards: Seconds of the forward in each step.
+    """
+
+    steps: tuple[float, ...]
+    forwards: tuple[float, ...]
+
+    @property
+    def mean_s(self) -> float:
+        """Seconds of a step. A mean: what comes once in 16 steps is a part of the cost, and no median shows it."""
+        return statistics.fmean(self.steps)
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds of a forward, likewise."""
+        return statistics.fmean(self.forwards)
+
+
+#: Blocks by contestant, one per round; None where it sat out.
+Blocks = Mapping[str, Sequence[Block | None]]
+
+
+def in_turns(
+    contestants: Sequence[Contestant],
+    *,
+    rounds: int,
+    budget_s: float,
+    least: int = 1,
+    on_round: Callable[[int, int], object] = lambda done, of: None,
+) -> Blocks:
+    """Let the contestants take turns.
+
+    Args:
+        contestants: Who takes part.
+        rounds: Most rounds; each gives every contestant one block, or none where it sits out.
+        budget_s: Seconds after which no further round begins.
+        least: Rounds that there are in any case.
+        on_round: Called after each round with the rounds done and their most.
+    """
+    found: dict[str, list[Block | None]] = {c.name: [] for c in contestants}
+    order = list(contestants)
+    deadline = time.perf_counter() + budget_s
+    with _steady():
+        for done in range(1, rounds + 1):
+            for c in order:
+                found[c.name].append(_block(c) if (done - 1) % c.every == 0 else None)
+            # Whoever comes after the slowest one finds other caches: everyone gets every place.
+            order = order[1:] + order[:1]
+            on_round(done, rounds)
+            if done >= least and time.perf_counter() > deadline:
+                break
+    return found
+
+
+def _block(contestant: Contestant) -> Block:
+    steps, forwards = [], []
+    with contestant.open() as step:
+        for _ in range(contestant.warm):
+            step()
+        for _ in range(contestant.steps):
+            start = time.perf_counter()
+            forward = step()
+            steps.append(time.perf_counter() - start)
+            forwards.append(forward - start)
+    return Block(tuple(steps), tuple(forwards))
+
+
+@contextmanager
+def _steady() -> Iterator[None]:
+    """The collector goes on, as in a training, but not through what was there before: that took 0.1 s at any time."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads within an operation."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

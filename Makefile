@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 
 .DELETE_ON_ERROR:  # half a venv would look like a whole one to the next run
 
-.PHONY: help demo test campaign check format schema docs readme clean
+.PHONY: help demo test campaign check format schema docs readme bench clean
 
 help:
 	@echo 'make demo      install, then watch a run go NaN and be explained'
@@ -21,6 +21,7 @@ help:
 	@echo 'make schema    write schema/ anew from the records'
 	@echo 'make docs      write docs/causes.md anew from the list of causes and docs/causes/'
 	@echo 'make readme    write the sample report in README.md anew from the demo'
+	@echo 'make bench     what watching costs (8 minutes), and the table in README.md anew'
 	@echo 'make clean     remove what these commands made'
 
 demo: $(VENV)/.demo
@@ -53,6 +54,9 @@ docs: $(VENV)/.dev
 readme: $(VENV)/.dev
 	$(BIN)/python tests/_readme.py
 
+bench: $(VENV)/.dev
+	$(BIN)/python benchmarks/run.py --readme
+
 # One stamp per set of extras: the install is done once, and again only when what it depends on has changed.
 $(VENV)/.demo $(VENV)/.dev: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP_INSTALL) -e '.[$*]'
@@ -62,5 +66,5 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis nan-detector-demo nan-detector-runs
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis nan-detector-demo nan-detector-runs nan-detector-bench nan-detector-bench-gpu
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,9 +19,10 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nan_detector._bench.results import BARE, BARE_AGAIN
 from nan_detector._demo import story, training
 from nan_detector._demo.chart import bars
-from nan_detector._demo.cost import ANOMALY, BARE, BARE_AGAIN, OURS, Costs, measure
+from nan_detector._demo.cost import ANOMALY, OURS, Costs, measure
 from nan_detector._demo.data import batches, digits
 from nan_detector._demo.explosion import Explosion, explode
 from nan_detector._demo.model import ChannelNorm, DigitsNet

@@ -40,6 +40,7 @@ MAX_LINE = 200
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 #: Shipped with the package, but written as a user would write it: reports must point into it.
 _DEMO = os.path.join(_PACKAGE, "_demo")
+_LIKE_A_USERS = (_DEMO + os.sep, _DEMO + ".py", os.path.join(_PACKAGE, "_bench", "workloads.py"))
 #: Code without a file that a person typed. Any other name in angle brackets is a template (dataclasses, fx, numpy).
 _TYPED = ("<stdin>", "<console>", "<input>", "<timeit-src>")
 _TYPED_PREFIXES = ("<ipython-input-", "<python-input-", "<doctest ", "<command-")
@@ -290,7 +291,7 @@ def _is_user_file(filename: str) -> bool:
         return False
     libraries, standard = _plumbing_folders()
     for candidate in (path, os.path.realpath(path)):
-        if candidate.startswith((_DEMO + os.sep, _DEMO + ".py")):
+        if candidate.startswith(_LIKE_A_USERS):
             return True
         if candidate.startswith(libraries):
             return False

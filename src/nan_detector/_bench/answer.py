@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,12 +35,24 @@ class Answer:
 
 def answer_of(level: str, make: Callable[[], Task], repeats: int = 3) -> Answer:
     """The median of several runs that go bad; each is a training of its own."""
-    found = [_one(level, make()) for _ in range(repeats)]
+    with _quiet_logger():
+        found = [_one(level, make()) for _ in range(repeats)]
     return Answer(
         statistics.median(a.located_s for a in found),
         statistics.median(a.trials_s for a in found),
         all(a.location for a in found),
     )
+
+
+@contextmanager
+def _quiet_logger() -> Iterator[None]:
+    """Without a handler of its own the detector's log would go to standard error."""
+    logger, handler = logging.getLogger("nan_detector"), logging.NullHandler()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def _one(level: str, task: Task) -> Answer:
@@ -49,12 +63,7 @@ def _one(level: str, task: Task) -> Answer:
         for _ in range(_HEALTHY):
             task.step()
         written = _stamped(det)
-        task.bad = True
-        task.optimizer.zero_grad()
-        loss = task.loss()
-        loss.backward()
-        began = time.perf_counter()
-        task.optimizer.step()
+        began = task.bad_step()
         event = det.event
     if event is None:
         raise RuntimeError(f"the bad step was not seen at watch={level!r}, and there is no answer to time.")

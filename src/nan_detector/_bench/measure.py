@@ -16,7 +16,7 @@ from nan_detector._bench.figures import Spread, ratios, spread
 from nan_detector._bench.memory import memory_of
 from nan_detector._bench.results import Cell, Report, Row, Trend
 from nan_detector._bench.timing import in_turns, threads
-from nan_detector._bench.variants import BARE, BARE_AGAIN, VARIANTS, Variant
+from nan_detector._bench.variants import BARE, BARE_AGAIN, LAYERS, STEP, VARIANTS, Variant
 from nan_detector._bench.workloads import Workload, made, named
 
 _Tell = Callable[[str], object]
@@ -34,8 +34,9 @@ class Plan:
         growth_sizes: Sizes of the axes, in their order; None for their own.
         rounds: Most rounds of a cell.
         least: Fewest rounds.
-        memory: Whether memory is measured.
+        memory: Whether the memory of all variants is measured, or of the bare run and of ours alone.
         answers: Watch levels whose time to the answer is measured.
+        repeats: How often each of these is.
         device: Where.
     """
 
@@ -48,17 +49,23 @@ class Plan:
     least: int = 4
     memory: bool = True
     answers: tuple[str, ...] = ("step", "layers", "ops")
+    repeats: int = 3
     device: str = "cpu"
 
 
 FULL = Plan(("W1", "W2", "W3-25", "W3-50", "W3-100", "W3-200", "W4", "W5"), threads=(1, 2), cell_s=17.0, growth_s=16.0)
+#: The levels that one leaves on.
+_ALWAYS_ON = (STEP, LAYERS)
 #: Under a minute.
 QUICK = Plan(
-    ("W1", "W2", "W3-25"),
-    cell_s=9.0,
-    growth_s=5.0,
+    ("W1", "W3-25", "W2"),
+    cell_s=7.0,
+    growth_s=3.0,
     growth_sizes=((10, 25, 50), (1e6, 2e6, 4e6), (16, 64, 256)),
+    least=2,
+    memory=False,
     answers=("step",),
+    repeats=1,
 )
 
 
@@ -132,7 +139,7 @@ def _pairs(rows: Sequence[Row]) -> list[tuple[Row, Variant]]:
 
 
 def _with_memory(row: Row, variant: Variant, workload: Workload, plan: Plan) -> Row:
-    if not plan.memory:
+    if not plan.memory and variant.name not in (BARE, *_ALWAYS_ON):
         return row
     # A task of its own for each: what a variant leaves behind must not be counted for the next one.
     found = memory_of(variant.watch, made(workload, plan.device))
@@ -142,7 +149,7 @@ def _with_memory(row: Row, variant: Variant, workload: Workload, plan: Plan) -> 
 def _with_answer(row: Row, variant: Variant, bare: Row, workload: Workload, plan: Plan) -> Row:
     if variant.level is None or variant.level not in plan.answers:
         return row
-    found = answer_of(variant.level, lambda: made(workload, plan.device))
+    found = answer_of(variant.level, lambda: made(workload, plan.device), plan.repeats)
     unit = bare.step_ms.median / 1e3
     return replace(row, answer_steps=found.located_s / unit, trials_steps=found.trials_s / unit)
 

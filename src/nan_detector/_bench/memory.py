@@ -16,7 +16,7 @@ from torch.autograd.profiler import profile
 from nan_detector._bench.timing import Step
 from nan_detector._bench.workloads import Task
 
-_STEPS = 3
+_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Memory:
     steady: int
 
 
-def memory_of(watch: Any, task: Task, warm: int = 5) -> Memory:
+def memory_of(watch: Any, task: Task, warm: int = 3) -> Memory:
     """What training steps of `task` need under `watch`, which gives the step to take."""
     with watch(task) as step:
         for _ in range(warm):

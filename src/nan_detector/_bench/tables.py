@@ -70,9 +70,9 @@ def trend_lines(trends: Sequence[Trend]) -> list[str]:
 def reading_lines(report: Report) -> list[str]:
     """How to read it, and which targets do not hold."""
     lines = [
-        'Ratios are medians over rounds of a block\'s mean step, each over the bare block of the same round; "less A/A" '
-        "takes off by how much the second bare run was off. Answer: from the bad `optimizer.step()` to the located "
-        "event on the disk, in bare steps; trials: from there to the final event.",
+        "Ratios are medians over rounds of a block's mean step, each over the bare block of the same round. Less A/A: "
+        "without what the second bare run was off by. Answer: from the bad `optimizer.step()` to the located event on "
+        "the disk, in bare steps; trials: from there to the final event.",
     ]
     broken = report.broken()
     if broken:

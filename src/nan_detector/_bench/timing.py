@@ -25,6 +25,7 @@ class Contestant:
         steps: Steps of a block that are counted.
         warm: Steps before them that are not: caches are cold, and whoever has just attached looks more closely.
         every: It takes part in every so many rounds: what is slow would else use up the time.
+        settle: Waits until the device has done all that it was told; the time is the block's last step's.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Contestant:
     steps: int
     warm: int = 6
     every: int = 1
+    settle: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +100,15 @@ def _block(contestant: Contestant) -> Block:
     with contestant.open() as step:
         for _ in range(contestant.warm):
             step()
+        contestant.settle()
         for _ in range(contestant.steps):
             start = time.perf_counter()
             forward = step()
             steps.append(time.perf_counter() - start)
             forwards.append(forward - start)
+        start = time.perf_counter()
+        contestant.settle()
+        steps[-1] += time.perf_counter() - start
     return Block(tuple(steps), tuple(forwards))
 
 

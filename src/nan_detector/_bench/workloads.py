@@ -144,6 +144,16 @@ class Task:
         self.optimizer.step()
         return moment
 
+    def bad_step(self) -> float:
+        """A step whose loss is not finite; gives the moment at which the optimizer was about to be stepped."""
+        self.bad = True
+        self.optimizer.zero_grad()
+        self.loss().backward()
+        moment = time.perf_counter()
+        self.optimizer.step()
+        self.bad = False
+        return moment
+
     def _region(self) -> Any:
         if self.autocast is None:
             return contextlib.nullcontext()

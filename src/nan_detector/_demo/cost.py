@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from nan_detector._bench.results import BARE, BARE_AGAIN
+from nan_detector._bench.timing import Contestant, Step, in_turns
 from nan_detector._demo.model import DigitsNet
 from nan_detector._demo.training import BATCH, MOMENTUM, seeded
 from nan_detector._detector import NaNDetector
 
-BARE, BARE_AGAIN = "bare", "bare again"
 OURS = 'nan-detector, watch="step"'
 ANOMALY = "torch.autograd.set_detect_anomaly"
 
 _CALM_RATE = 0.01  # all variants must stay finite
-_WARM = 6  # steps after each change of turn that are not counted: caches are cold, and ours has just attached
 _PER_TURN = 20
 
 
@@ -46,31 +46,28 @@ class Costs:
         return self.median_ms[variant] / self.median_ms[BARE]
 
 
-class _Runner:
+_Watch = Callable[[nn.Module], AbstractContextManager[object]]
+
+
+def _contestant(name: str, images: Tensor, labels: Tensor, seed: int, watch: _Watch) -> Contestant:
     """One variant: a model and an optimizer of its own, and what is switched on while it has its turn."""
+    model = seeded(DigitsNet, seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=_CALM_RATE, momentum=MOMENTUM)
 
-    def __init__(
-        self, images: Tensor, labels: Tensor, seed: int, watch: Callable[[nn.Module], AbstractContextManager[object]]
-    ) -> None:
-        self.images, self.labels = images, labels
-        self.model = seeded(DigitsNet, seed)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=_CALM_RATE, momentum=MOMENTUM)
-        self.watch = watch
-        self.seconds: list[float] = []
-
-    def turn(self) -> None:
-        """Take a few steps under the watch, and note how long each took."""
-        with self.watch(self.model):
-            taken = [self._timed_step() for _ in range(_WARM + _PER_TURN)]
-        self.seconds += taken[_WARM:]
-
-    def _timed_step(self) -> float:
-        start = time.perf_counter()
-        self.optimizer.zero_grad()
-        loss = F.cross_entropy(self.model(self.images), self.labels)
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        forward = time.perf_counter()
         loss.backward()
-        self.optimizer.step()
-        return time.perf_counter() - start
+        optimizer.step()
+        return forward
+
+    @contextmanager
+    def watched() -> Iterator[Step]:
+        with watch(model):
+            yield step
+
+    return Contestant(name, watched, _PER_TURN)
 
 
 def measure(
@@ -93,24 +90,17 @@ def measure(
         on_round: Called after each round with the rounds done and their most.
     """
     batch = images[:BATCH], labels[:BATCH]
-    watches: dict[str, Callable[[nn.Module], AbstractContextManager[object]]] = {
+    watches: dict[str, _Watch] = {
         BARE: lambda model: nullcontext(),
         OURS: lambda model: NaNDetector(model, verbose=False),
         ANOMALY: lambda model: torch.autograd.set_detect_anomaly(True),
         BARE_AGAIN: lambda model: nullcontext(),
     }
-    runners = {name: _Runner(*batch, seed, watch) for name, watch in watches.items()}
-    order = list(runners.values())
-    deadline = time.perf_counter() + budget_s
-    for done in range(1, rounds + 1):
-        for runner in order:
-            runner.turn()
-        # Whoever comes after the slowest variant finds other caches: everyone gets every place.
-        order = order[1:] + order[:1]
-        on_round(done, rounds)
-        if time.perf_counter() > deadline:
-            break
-    return Costs(
-        median_ms={name: statistics.median(r.seconds) * 1e3 for name, r in runners.items()},
-        steps=len(next(iter(runners.values())).seconds),
+    found = in_turns(
+        [_contestant(name, *batch, seed, watch) for name, watch in watches.items()],
+        rounds=rounds,
+        budget_s=budget_s,
+        on_round=on_round,
     )
+    seconds = {name: [s for b in blocks if b is not None for s in b.steps] for name, blocks in found.items()}
+    return Costs({name: statistics.median(s) * 1e3 for name, s in seconds.items()}, len(seconds[BARE]))

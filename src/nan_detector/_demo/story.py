@@ -18,9 +18,10 @@ from rich.text import Text
 from torch import Tensor
 
 from nan_detector._before import GRAD_NORM_OF
+from nan_detector._bench.results import BARE_AGAIN
 from nan_detector._demo import training
 from nan_detector._demo.chart import bars
-from nan_detector._demo.cost import BARE_AGAIN, Costs, measure
+from nan_detector._demo.cost import Costs, measure
 from nan_detector._demo.data import digits
 from nan_detector._demo.explosion import LEARNING_RATE, Explosion, explode
 from nan_detector._demo.training import Outcome, train_digits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -47,25 +48,6 @@ def test_the_package_loads_nothing_but_itself():
     assert [m for m in modules if m.startswith("nan_detector")] == ["nan_detector", "nan_detector._version"]
     assert heavy(modules) == []
     assert len(modules) < 40, modules  # importlib and json, not a framework
-
-
-def test_the_package_loads_in_no_time():
-    """The best of three, and a limit ten times what it takes: a busy machine must not fail it, torch (1 s) must."""
-    code = "import time\nt = time.perf_counter()\nimport nan_detector\nprint(time.perf_counter() - t)"
-    took = [
-        float(
-            subprocess.run(
-                [sys.executable, "-c", code],
-                env={**os.environ, "PYTHONPATH": str(SRC)},
-                capture_output=True,
-                text=True,
-                timeout=60,
-                check=True,
-            ).stdout
-        )
-        for _ in range(3)
-    ]
-    assert min(took) < 0.1, took
 
 
 @pytest.mark.parametrize(
@@ -121,3 +103,38 @@ assert "87" in str(event)
 del sys.modules["torch"]
 """
     assert heavy(loaded_by(code)) == []
+
+
+# -- how long it takes ------------------------------------------------------------------------------------------------
+
+
+def cpu_ms(*arguments: str, runs: int = 5) -> float:
+    """Milliseconds of processor time that a Python process takes, a median: a busy machine changes it little."""
+    resource = pytest.importorskip("resource")  # not on Windows
+    took = []
+    for _ in range(runs):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(
+            [sys.executable, *arguments],
+            env={**os.environ, "PYTHONPATH": str(SRC)},
+            capture_output=True,
+            timeout=60,
+            check=True,
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took.append(1e3 * (after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime))
+    return statistics.median(took)
+
+
+def test_the_package_loads_in_less_than_60_ms():
+    assert cpu_ms("-c", "import nan_detector") - cpu_ms("-c", "pass") < 60
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["bench", "--help"]])
+def test_the_command_answers_in_less_than_400_ms(arguments: list[str]):
+    assert cpu_ms("-m", "nan_detector", *arguments, runs=3) < 400
+
+
+def test_help_loads_neither_torch_nor_what_draws():
+    modules = heavy(loaded_by("from nan_detector._cli.app import main\nassert main(['--help']) == 0"))
+    assert {m.partition(".")[0] for m in modules} <= {"typer", "click"}

@@ -46,14 +46,14 @@ class Plan:
     growth_s: float = 20.0
     growth_sizes: tuple[tuple[float, ...], ...] | None = None
     rounds: int = 60
-    least: int = 4
+    least: int = 3
     memory: bool = True
     answers: tuple[str, ...] = ("step", "layers", "ops")
     repeats: int = 3
     device: str = "cpu"
 
 
-FULL = Plan(("W1", "W2", "W3-25", "W3-50", "W3-100", "W3-200", "W4", "W5"), threads=(1, 2), cell_s=17.0, growth_s=16.0)
+FULL = Plan(("W1", "W2", "W3-25", "W3-50", "W3-100", "W3-200", "W4", "W5"), threads=(1, 2), cell_s=14.0, growth_s=12.0)
 #: The levels that one leaves on.
 _ALWAYS_ON = (STEP, LAYERS)
 #: Under a minute.
@@ -142,7 +142,7 @@ def _with_memory(row: Row, variant: Variant, workload: Workload, plan: Plan) -> 
     if not plan.memory and variant.name not in (BARE, *_ALWAYS_ON):
         return row
     # A task of its own for each: what a variant leaves behind must not be counted for the next one.
-    found = memory_of(variant.watch, made(workload, plan.device))
+    found = memory_of(variant.watch, made(workload, plan.device), warm=1 if variant.slow else 4)
     return replace(row, peak_bytes=found.peak, steady_bytes=found.steady)
 
 

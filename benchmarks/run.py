@@ -1,6 +1,6 @@
 """The benchmark: writes its report, and (`--readme`) the table in README.md.
 
-python benchmarks/run.py [--quick] [--out DIR] [--readme]
+python benchmarks/run.py [--quick | --brief] [--out DIR] [--readme]
 """
 
 from __future__ import annotations
@@ -26,27 +26,31 @@ OTHERS = ((HOOKS, "plain hooks"), (ANOMALY, "anomaly mode"))
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, show, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="in under a minute, three workloads on one thread")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--quick", action="store_true", help="in under a minute, three workloads on one thread")
+    length.add_argument("--brief", action="store_true", help="in some 3 minutes, what the README's table needs")
     parser.add_argument("--out", type=Path, default=Path("nan-detector-bench"), help="folder for the report")
     parser.add_argument("--readme", action="store_true", help="write the table in README.md anew")
     options = parser.parse_args(argv)
     if options.quick and options.readme:
-        parser.error("--readme needs the whole benchmark: leave --quick out.")
-    report = measure.run(measure.QUICK if options.quick else measure.FULL, lambda text: print(text, file=sys.stderr))
+        parser.error("--readme needs all workloads: leave --quick out.")
+    plan = measure.QUICK if options.quick else measure.BRIEF if options.brief else measure.FULL
+    report = measure.run(plan, lambda text: print(text, file=sys.stderr))
     output.show(report, Console())
     for path in output.write(report, options.out):
         print(path)
     if options.readme:
-        README.write_text(with_costs(README.read_text(encoding="utf-8"), costs(report)), encoding="utf-8")
+        command = "python benchmarks/run.py --brief --readme" if options.brief else "make bench"
+        README.write_text(with_costs(README.read_text(encoding="utf-8"), costs(report, command)), encoding="utf-8")
     return 0
 
 
-def costs(report: Report) -> str:
-    """What stands between the markers."""
+def costs(report: Report, command: str) -> str:
+    """What stands between the markers: the table, and what made it where."""
     machine = report.machine
     return (
         f"{readme_table(report, OTHERS)}\n"
-        f"`make bench` made this, in {report.seconds / 60:.0f} minutes: PyTorch {machine['torch']}, Python "
+        f"`{command}` made this, in {report.seconds / 60:.0f} minutes: PyTorch {machine['torch']}, Python "
         f"{machine['python']}, one of {machine['processors']} processors, {machine['platform'].partition('-')[0]}.\n"
     )
 

@@ -30,6 +30,7 @@ from nan_detector._bench.timing import Contestant, Step, in_turns, threads
 from nan_detector._bench.variants import BARE, BARE_AGAIN, STEP, VARIANTS, variant
 from nan_detector._bench.workloads import WORKLOADS, Residual, Task, made, named
 from nan_detector._cli.app import main
+from nan_detector._render.ratios import ratio_bars
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -340,6 +341,14 @@ def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pyt
     assert [p.name for p in output.write(REPORT, tmp_path)] == ["bench.json", "bench.md"]
 
 
+def test_a_picture_of_nothing_is_refused(tmp_path: Path) -> None:
+    for groups in ({}, {"W1": {"a": float("nan")}}, {"W1": {"a": 0.0}}):
+        with pytest.raises(ValueError, match="must hold at least one training"):
+            ratio_bars(groups, tmp_path / "x.png", ours=1)
+    with pytest.raises(ValueError, match="the same variants"):
+        ratio_bars({"W1": {"a": 1.0}, "W2": {"b": 1.0}}, tmp_path / "x.png", ours=1)
+
+
 def test_the_machine_is_named() -> None:
     assert measure.machine("cpu")["torch"] == torch.__version__
 
@@ -436,11 +445,22 @@ def table() -> str:
     return README[README.index(run.BEGIN) + len(run.BEGIN) : README.index(run.END)]
 
 
-def test_the_readme_names_the_command_that_made_its_table() -> None:
-    (command,) = re.findall(r"^`(make \w+)` made this", table(), re.MULTILINE)
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    target = shlex.split(command)[1]
-    assert re.search(rf"^{target}:.*\n\t\$\(BIN\)/python benchmarks/run\.py --readme$", makefile, re.MULTILINE)
+def test_the_readme_names_the_command_that_made_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (command,) = re.findall(r"^`([^`]+)` made this", table(), re.MULTILINE)
+    made_by, *arguments = shlex.split(command)
+    if made_by == "make":
+        makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+        (line,) = re.findall(rf"^{arguments[0]}:.*\n\t\$\(BIN\)/(python .*)$", makefile, re.MULTILINE)
+        made_by, *arguments = shlex.split(line)
+    assert (made_by, arguments[0]) == ("python", "benchmarks/run.py")
+    ran: list[measure.Plan] = []
+    run = program("run")
+    monkeypatch.setattr(run.measure, "run", lambda plan, tell: ran.append(plan) or REPORT)
+    monkeypatch.setattr(run, "README", tmp_path / "README.md")
+    run.README.write_text(README, encoding="utf-8")
+    assert run.main([*arguments[1:], "--out", str(tmp_path / "out")]) == 0
+    assert ran[0].workloads == tuple(w.name for w in WORKLOADS) and 1 in ran[0].threads
+    assert f"`{command}` made this" in run.README.read_text(encoding="utf-8")
 
 
 def test_the_readme_has_every_workload_and_sound_numbers() -> None:
@@ -456,7 +476,7 @@ def test_the_table_is_written_anew_and_nothing_else() -> None:
     run = program("run")
     other = run.with_costs(README, "something\n")
     assert "something\n" in other and run.with_costs(other, table()) == README
-    block = run.costs(REPORT)
+    block = run.costs(REPORT, "make bench")
     assert block.startswith(readme_table(REPORT, run.OTHERS))
     assert "| W1: a small net | 2.00 ms | 1.08 |  |  | 2.10 | 4.2 steps |\n" in block
     assert block.count("| W1") == 1, "of the runs with one thread alone"
@@ -465,4 +485,4 @@ def test_the_table_is_written_anew_and_nothing_else() -> None:
 def test_the_readme_is_not_written_from_a_quick_look(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         program("run").main(["--quick", "--readme"])
-    assert "--readme needs the whole benchmark" in capsys.readouterr().err
+    assert "--readme needs all workloads" in capsys.readouterr().err

@@ -54,6 +54,8 @@ class Plan:
 
 
 FULL = Plan(("W1", "W2", "W3-25", "W3-50", "W3-100", "W3-200", "W4", "W5"), threads=(1, 2), cell_s=14.0, growth_s=12.0)
+#: What a table of ratios needs.
+BRIEF = replace(FULL, threads=(1,), cell_s=8.0, growth_s=0.0, least=2, memory=False, answers=("step",), repeats=1)
 #: The levels that one leaves on.
 _ALWAYS_ON = (STEP, LAYERS)
 #: Under a minute.

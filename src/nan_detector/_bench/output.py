@@ -15,8 +15,10 @@ from nan_detector._render.ratios import ratio_bars
 
 #: What a folder holds afterwards.
 FILES = ("bench.json", "bench.md", "bench.png")
-#: Columns that fit a terminal.
+#: Columns that fit a wide terminal, and one of 80 columns.
 _SHOWN = ("variant", "step ms", "ratio", "quartiles", "less A/A", "forward", "peak", "answer", "trials")
+_NARROW = ("variant", "step ms", "ratio", "less A/A", "answer")
+_WIDE_FROM = 140
 
 
 def write(report: Report, folder: Path) -> list[Path]:
@@ -45,17 +47,19 @@ def draw(report: Report, path: Path) -> None:
         rows = [r for r in cell.rows[1:] if not r.variant.startswith("bare")]
         rows.sort(key=lambda r: r.level is None)
         ours = sum(r.level is not None for r in rows)
-        groups[cell.workload] = {r.variant: max(r.net, 1e-3) for r in rows}
+        groups[cell.workload] = {r.variant.partition(": ")[0]: max(r.net, 1e-3) for r in rows}
     ratio_bars(groups, path, ours=ours)
 
 
 def show(report: Report, console: Console) -> None:
     """Print the report."""
-    shown = [HEAD.index(name) for name in _SHOWN]
+    columns = _SHOWN if console.width >= _WIDE_FROM else _NARROW
+    shown = [HEAD.index(name) for name in columns]
     for cell in report.cells:
         table = Table(title=Text(heading(cell)), title_justify="left")
-        for name in _SHOWN:
-            table.add_column(name, justify="left" if name == "variant" else "right", overflow="fold")
+        for name in columns:
+            first = name == "variant"
+            table.add_column(name, justify="left" if first else "right", no_wrap=not first, overflow="fold")
         for line in rows_of(cell):
             table.add_row(*(Text(line[i]) for i in shown))
         console.print(table)

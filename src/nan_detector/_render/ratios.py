@@ -49,11 +49,11 @@ def ratio_bars(groups: Mapping[str, Mapping[str, float]], path: str | os.PathLik
                 )
         middle = (len(variants) - 1) / 2
         axes.set_yticks([g * (len(variants) + 1.5) + middle for g in range(len(groups))], list(map(literal, groups)))
-        axes.invert_yaxis()
+        axes.set_ylim(len(groups) * (len(variants) + 1.5) - 1.5, -1.0)
         axes.set_xscale("log")
         most = max(v for g in groups.values() for v in g.values())
         axes.set_xlim(1.0, max(1.2, most * 1.15))
-        ticks = [t for t in (1, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100) if t <= max(1.2, most * 1.15)]
+        ticks = [t for t in (1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100) if t <= max(1.2, most * 1.15)]
         axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
         axes.minorticks_off()
         axes.set_title("Time of a full training step")

@@ -82,6 +82,7 @@ TABLE = (
         (
             "_aftermath",
             "_again",
+            "_bad_results",
             "_book",
             "_call_site",
             "_calls",
@@ -118,6 +119,7 @@ TABLE = (
             "_live",
             "_moment",
             "_naming",
+            "_op_values",
             "_opinfo",
             "_optimizer_events",
             "_optimizers",

@@ -18,6 +18,7 @@ from nan_detector._calls import CallKind, kind_of
 from nan_detector._errors import ReplayRefused
 from nan_detector._lineage import key_of
 from nan_detector._moment import Habits, Moment
+from nan_detector._op_values import set_version
 from nan_detector._patches import ReplayEnds
 from nan_detector._python_state import PythonState, is_iterator
 from nan_detector._quiet import hidden, quiet
@@ -26,7 +27,6 @@ from nan_detector._session import Session
 from nan_detector._state import replay_may_step
 from nan_detector._tape import Entry, Outside, Packed, Tape, Tensor, autocast_state, tensors_in, tokens_in
 from nan_detector._trace import BirthKind
-from nan_detector._tracer import set_version
 
 
 class Call:

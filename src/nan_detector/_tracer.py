@@ -10,22 +10,31 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nan_detector import _finite
+from nan_detector._bad_results import bad_result
 from nan_detector._call_site import Called
-from nan_detector._elements import spread
 from nan_detector._errors import ReplayRefused
-from nan_detector._lineage import EMPTY, MAX_FOLLOWED, MAX_TOLD_APART, RANK, Gen, Line, Lineage, OpRecord, key_of
+from nan_detector._lineage import EMPTY, RANK, Gen, Line, Lineage, OpRecord, key_of
+from nan_detector._op_values import (
+    finite_fast,
+    finite_number,
+    floats_in,
+    is_dense,
+    mask_like,
+    plain_arguments,
+    set_version,
+    written_by,
+)
 from nan_detector._opinfo import OpInfo, info_of
 from nan_detector._quiet import quiet
 from nan_detector._source import Mark, here_until
-from nan_detector._trace import BirthKind, GuiltyInput
-from nan_detector._values import local_part, readable
+from nan_detector._trace import BirthKind
 
 Tensor = torch.Tensor
 
@@ -42,23 +51,6 @@ _sum = torch.ops.aten.sum.default
 _sum_as = torch.ops.aten.sum.dim_IntList
 _current_node = torch._C._current_autograd_node
 _sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
-
-#: Poles: where these give an infinity, nothing overflowed.
-_POLES = {
-    "div",
-    "reciprocal",
-    "log",
-    "log2",
-    "log10",
-    "log1p",
-    "rsqrt",
-    "atanh",
-    "logit",
-    "pow",
-    "digamma",
-    "lgamma",
-    "tan",
-}
 
 
 def _shown_to(modes: list[Any], func: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,7 +148,7 @@ class OpTracer(TorchDispatchMode):
         self.operations += 1
         if not self.operations & 63 and time.perf_counter() > self.deadline:
             raise ReplayRefused("the replay ran out of its time budget (replay_budget_s)")
-        ins = list(_floats((args, kwargs)))
+        ins = list(floats_in((args, kwargs)))
         before: list[Tensor] = []
         bad_before: dict[int, Line] = {}
         if info.mutates:
@@ -172,7 +164,7 @@ class OpTracer(TorchDispatchMode):
         if info.op == "local_scalar_dense":
             self._scalar_read(record, ins, out)
             return out
-        outs = list(_floats(out))
+        outs = list(floats_in(out))
         if info.mutates and not outs:
             outs = [t for t in ins if t._version >= 0][:1] if not info.op.startswith("foreach") else ins
         for o in outs:
@@ -184,14 +176,14 @@ class OpTracer(TorchDispatchMode):
             return out
         if self.evidence is not None:
             self.evidence.gave(record, before if info.mutates else ins, outs)
-        bad = [o for o in outs if not _finite_fast(o)]
+        bad = [o for o in outs if not finite_fast(o)]
         if not bad:
             self._finite_result(info, record, ins, outs, bad_before)
             if self.observer is not None:
                 self.observer(info, record, args, kwargs, ins, before if info.mutates else ins, outs)
             return out
         record.numel = bad[0].numel()
-        self._bad_result(func, info, record, ins, bad, args, kwargs, before, bad_before)
+        bad_result(self, func, info, record, ins, bad, args, kwargs, before, bad_before)
         return out
 
     # -- one operation -----------------------------------------------------------------------------------------------
@@ -209,7 +201,7 @@ class OpTracer(TorchDispatchMode):
             for t in ins:
                 if t.requires_grad and t.is_leaf:
                     self.on_leaf(t)
-        record.args = _plain_arguments(info, args)
+        record.args = plain_arguments(info, args)
         # A record inside another node's backward (create_graph, a recomputation) explains the new node by the one that
         # made it.
         self._number(
@@ -279,9 +271,9 @@ class OpTracer(TorchDispatchMode):
 
     def _journal_writes(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep what stands in memory that is not the trace's and is about to be written."""
-        for t in _written(info, args, kwargs):
+        for t in written_by(info, args, kwargs):
             key = key_of(t)
-            if key and key not in self._made and self.protected(key) and _is_dense(t):
+            if key and key not in self._made and self.protected(key) and is_dense(t):
                 if key not in self.journal:
                     whole = torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage())
                     self.journal[key] = (whole, whole.clone(), [])
@@ -306,14 +298,14 @@ class OpTracer(TorchDispatchMode):
         for position, t in enumerate(ins):
             line = self.lineage.of(t)
             if line:
-                if not _finite_fast(t):
+                if not finite_fast(t):
                     found[position] = line
                 continue
             key = key_of(t)
             if key in self._made or key in self._checked:
                 continue
             self._checked[key] = t  # held: the address must not be given out again while the trace runs
-            if not _finite_fast(t):
+            if not finite_fast(t):
                 found[position] = self._source(info, t)
         return found
 
@@ -329,7 +321,7 @@ class OpTracer(TorchDispatchMode):
             only_negative
             and kind in (BirthKind.BUFFER, BirthKind.INPUT, BirthKind.LABEL, BirthKind.CONSTANT, BirthKind.OPAQUE)
         ) or (kind is BirthKind.CONSTANT and stats.nan_count == 0)
-        if kind is BirthKind.OPAQUE and intended and not _mask_like(stats):
+        if kind is BirthKind.OPAQUE and intended and not mask_like(stats):
             intended = False
         record = self._placed(info, _current_node())
         if kind is BirthKind.GRADIENT:
@@ -353,7 +345,7 @@ class OpTracer(TorchDispatchMode):
         return line
 
     def _scalar_read(self, record: OpRecord, ins: list[Tensor], value: Any) -> None:
-        if isinstance(value, (float, complex)) and not _finite_number(value):
+        if isinstance(value, (float, complex)) and not finite_number(value):
             self.last_scalar = self._lines(self._bad_inputs(record.info, ins))
             if self.on_scalar is not None:
                 self.on_scalar(self.last_scalar)
@@ -361,7 +353,7 @@ class OpTracer(TorchDispatchMode):
     def number_given(self, args: Any) -> None:
         """A call gave a non-finite Python number without an operation of its own (`tolist`)."""
         with quiet():
-            line = self.lineage.union(_floats(args))
+            line = self.lineage.union(floats_in(args))
         if line:
             self.last_scalar = line
 
@@ -383,181 +375,6 @@ class OpTracer(TorchDispatchMode):
         if self.lineage._lines:
             for o in outs:
                 self.lineage.overwritten(o)
-
-    def _bad_result(
-        self,
-        func: Any,
-        info: OpInfo,
-        record: OpRecord,
-        ins: list[Tensor],
-        bad: list[Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        before: list[Tensor],
-        bad_before: dict[int, Line],
-    ) -> None:
-        values = before if info.mutates and before else ins
-        shown = values if info.mutates else list(_described((args, kwargs)))
-        carried = bad_before if info.mutates else self._bad_inputs(info, ins)
-        if not carried and not info.mutates:
-            carried = self._opaque_inputs(info, ins)
-        line = self._lines(carried)
-        scalars = [v for v in _scalars((args, kwargs)) if not _finite_number(v)]
-        literal = _literal_values(info, args, kwargs, scalars)
-        out = bad[0]
-        if not line and scalars and not info.literal:
-            line = self.last_scalar or self._constant(record, scalars)
-        fresh: list[Gen] = []
-        if info.literal and literal is not None and math.isnan(literal) and not line:
-            line = self.last_scalar  # a tensor made of a number that was read from another
-        if info.literal and literal is not None and not line:
-            # A literal NaN is never intended: where it reaches the loss, the call that chose it is to blame.
-            fresh.append(self._birth(record, BirthKind.CONSTANT, not math.isnan(literal), info, shown, out, None))
-        elif info.literal and literal is not None and not (math.isnan(literal) and line <= self.last_scalar):
-            line |= {self._birth(record, BirthKind.CONSTANT, not math.isnan(literal), info, shown, out, None)}
-        elif not line:
-            fresh.append(self._birth(record, BirthKind.OPERATION, False, info, shown, out, None))
-        elif all(g.intended for g in line):
-            met = self._intended_met(info, record, line, carried, values, out)
-            if met is not None:
-                fresh.append(met)
-        if line and info.pointwise and carried and not (info.literal and literal is not None):
-            also = self._also_born(info, record, carried, values, out)
-            if also is not None:
-                fresh.append(also)
-        if self.evidence is not None:
-            for gen in fresh:
-                self.evidence.born(gen, info, func, args, kwargs, ins, values, out)
-        for gen in line:
-            gen.pass_through(record)
-        new = line | frozenset(fresh)
-        where = None
-        if len(new) > 1 and len(bad) == 1:
-            where = self._told_apart(func, info, ins, args, kwargs, values, carried, new, out)
-            new = frozenset(g for g in new if where is None or g in where)
-        for o in bad:
-            self.lineage.mark(o, new, where)
-        last = weakref.ref(bad[0])
-        for gen in new:
-            gen.last = last
-
-    def _told_apart(
-        self,
-        func: Any,
-        info: OpInfo,
-        ins: list[Tensor],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        values: list[Tensor],
-        carried: dict[int, Line],
-        line: Line,
-        out: Tensor,
-    ) -> dict[Gen, Tensor] | None:
-        """The bad elements of `out` that descend from each birth; births that are in none of them are left out."""
-        if len(line) > MAX_TOLD_APART or out.numel() > MAX_FOLLOWED or out.layout is not torch.strided:
-            return None
-        bad = _finite.bad_mask(out)
-        found: dict[Gen, Tensor] = {}
-        rest = bad
-        came = frozenset().union(*carried.values()) & line
-        for gen in came:
-            masks = {}
-            for i in (i for i, births in carried.items() if gen in births):
-                known = self.lineage.elements(ins[i], gen)
-                masks[i] = _finite.bad_mask(values[i]) if known is None else _finite.bad_mask(values[i]) & known
-            reached = spread(info, func, args, kwargs, ins, masks, out)
-            found[gen] = bad if reached is None else bad & reached
-            rest = rest & ~found[gen]
-        unexplained = bool(rest.any())
-        for gen in line - came:
-            found[gen] = rest if unexplained else bad
-        if unexplained and came == line:  # the rule for this operation was too narrow
-            return None
-        return {g: mask for g, mask in found.items() if bool(mask.any())} or None
-
-    def _intended_met(
-        self, info: OpInfo, record: OpRecord, line: Line, carried: dict[int, Line], values: list[Tensor], out: Tensor
-    ) -> Gen | None:
-        """Intended infinities alone came in: a birth if a NaN came out, unless the value itself is the mistake here."""
-        if _finite.stats(out).nan_count == 0 or any(_has_nan(values[i]) for i in carried):
-            return None
-        sources = [g for g in line if g.kind in (BirthKind.INPUT, BirthKind.LABEL)]
-        plain = not info.mask_aware and all(g.output is not None and not _mask_like(g.output) for g in sources)
-        if sources and (info.contracts or plain):
-            # -inf in a batch is a mask when it meets a softmax; in a matrix product, or among other numbers in
-            # plain arithmetic, it is a bad feature or label.
-            for g in sources:
-                g.intended = False
-            return None
-        return self._birth(record, BirthKind.INTENDED_MET, False, info, values, out, None)
-
-    def _also_born(
-        self, info: OpInfo, record: OpRecord, carried: dict[int, Line], values: list[Tensor], out: Tensor
-    ) -> Gen | None:
-        """In a pointwise operation: bad elements whose own operands are all finite are a birth of their own."""
-        mask = _finite.bad_mask(out)
-        try:
-            for i in carried:
-                mask = mask & ~_finite.bad_mask(values[i]).expand(mask.shape)
-        except RuntimeError:  # shapes that do not broadcast: not element by element after all
-            return None
-        if not bool(mask.any()):
-            return None
-        return self._birth(record, BirthKind.OPERATION, False, info, values, out, mask)
-
-    def _opaque_inputs(self, info: OpInfo, ins: list[Tensor]) -> dict[int, Line]:
-        """Inputs that went bad without any operation writing them: code that the dispatcher does not see."""
-        found: dict[int, Line] = {}
-        for i, t in enumerate(ins):
-            if not _finite_fast(t):
-                known = self.outside(t)
-                kind = known[0] if known is not None else BirthKind.OPAQUE
-                record = self._placed(info, _current_node())
-                gen = Gen((RANK.get(kind, 2), self.operations), kind, False, record, name=known[1] if known else None)
-                gen.output = _finite.stats(t)
-                gen.guilty = gen.output.bad_count
-                gen.first_bad, gen.rows = _finite.first_bad_index(t), _finite.bad_rows(t)
-                gen.column = _finite.bad_column(t)
-                self._born(gen)
-                line: Line = frozenset((gen,))
-                self.lineage.mark(t, line)
-                found[i] = line
-        return found
-
-    def _constant(self, record: OpRecord, scalars: list[Any]) -> Line:
-        gen = Gen((2, self.operations), BirthKind.CONSTANT, False, record, note=f"the number {scalars[0]!r}")
-        self._born(gen)
-        return frozenset((gen,))
-
-    def _birth(
-        self,
-        record: OpRecord,
-        kind: BirthKind,
-        intended: bool,
-        info: OpInfo,
-        values: list[Tensor],
-        out: Tensor,
-        mask: Tensor | None,
-    ) -> Gen:
-        gen = Gen((2, self.operations), kind, intended, record)
-        if not intended and len(self.births) < self.max_described:
-            mask = _finite.bad_mask(out) if mask is None else mask
-            gen.output = _finite.stats(out)
-            gen.guilty = int(mask.sum())
-            gen.first_bad = _finite.first_bad_index(out)
-            gen.rows = _finite.bad_rows(out)
-            if kind is BirthKind.CONSTANT and self.api_inputs is not None:
-                # A constant that the library selects by itself (logdet): what matters is what the function was given.
-                values = list(_described(self.api_inputs))
-            gen.inputs = tuple(_guilty_input(i, t, mask, out, info, record) for i, t in enumerate(values))
-            gen.overflow = gen.output.nan_count == 0 and (
-                info.op not in _POLES or not any(g.whole.zero_count for g in gen.inputs)
-            )
-        if not intended:
-            stats = gen.output if gen.output is not None else _finite.stats(out)
-            gen.only_negative = stats.nan_count == 0 and stats.posinf_count == 0
-        self._born(gen)
-        return gen
 
     def _born(self, gen: Gen) -> None:
         self.births.append(gen)
@@ -590,148 +407,8 @@ class OpTracer(TorchDispatchMode):
         return self.lineage.of(t)
 
 
-def set_version(t: Tensor, version: int) -> None:
-    """Set the counter by which autograd knows that `t` was written in place."""
-    counter = torch._C._autograd._unsafe_set_version_counter
-    try:
-        counter((t,), (version,))
-    except TypeError:  # before torch 2.6: one tensor at a time
-        counter(t, version)  # type: ignore[arg-type]
-
-
 def _nowhere() -> None:  # its code is never on the stack: a barrier that is never met
     return None
 
 
 _NOWHERE = _nowhere.__code__
-
-
-def _floats(value: Any) -> Iterator[Tensor]:
-    """Tensors in an operation's arguments or results that can hold non-finite values. To be called under `quiet`."""
-    if isinstance(value, Tensor):
-        if readable(local_part(value)):
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for v in value:
-            yield from _floats(v)
-    elif isinstance(value, dict):
-        for v in value.values():
-            yield from _floats(v)
-
-
-def _written(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Tensors that an operation writes into, of any dtype."""
-    for position, name in info.written:
-        value = args[position] if position < len(args) else kwargs.get(name)
-        for t in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(t, Tensor):
-                yield t
-
-
-def _described(value: Any) -> Iterator[Tensor]:
-    """Floating tensors among arguments, empty ones included: a mean of nothing is told by its input's shape."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point() or value.is_complex():
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for v in value:
-            yield from _described(v)
-    elif isinstance(value, dict):
-        for v in value.values():
-            yield from _described(v)
-
-
-def _scalars(value: Any) -> Iterator[float | complex]:
-    if isinstance(value, (float, complex)):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for v in value:
-            yield from _scalars(v)
-    elif isinstance(value, dict):
-        for v in value.values():
-            yield from _scalars(v)
-
-
-def _finite_number(value: float | complex) -> bool:
-    return (
-        math.isfinite(value.real) and math.isfinite(value.imag) if isinstance(value, complex) else math.isfinite(value)
-    )
-
-
-def _finite_fast(t: Tensor) -> bool:
-    """Exact; one cheap reduction where the tensor is finite, which is nearly always."""
-    if t.layout is not torch.strided or t.dtype not in _SUMMABLE:
-        return _finite.is_finite(t)
-    total = _sum(t, dtype=torch.float32) if t.dtype in _HALF else _sum(t)
-    value = total.item()
-    return math.isfinite(value) or _finite.is_finite(t)
-
-
-_HALF = (torch.float16, torch.bfloat16)
-_SUMMABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-
-
-def _is_dense(t: Tensor) -> bool:
-    return t.layout is torch.strided
-
-
-def _has_nan(t: Tensor) -> bool:
-    return _finite.stats(t).nan_count > 0
-
-
-def _mask_like(stats: Any) -> bool:
-    """True for an additive mask: -inf and one other value, or -inf alone."""
-    return stats.min is None or stats.min == stats.max
-
-
-def _literal_values(info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], scalars: list[Any]) -> float | None:
-    """The non-finite literal that `info` writes, if it does."""
-    if not info.literal:
-        return None
-    for value in scalars:
-        return value.real if isinstance(value, complex) else value
-    return None
-
-
-def _plain_arguments(info: OpInfo, args: tuple[Any, ...]) -> tuple[str, ...]:
-    out = []
-    for i, value in enumerate(args):
-        if isinstance(value, (bool, int, float)) or (
-            isinstance(value, (list, tuple)) and all(isinstance(v, (int, float)) for v in value)
-        ):
-            name = info.argument_names[i] if i < len(info.argument_names) else str(i)
-            out.append(f"{name}={value!r}")
-    return tuple(out)
-
-
-def _guilty_input(position: int, t: Tensor, mask: Tensor, out: Tensor, info: OpInfo, record: OpRecord) -> GuiltyInput:
-    whole = _finite.stats(t)
-    at: Any = None
-    try:
-        if info.pointwise or t.shape == out.shape:
-            at = _finite.stats_where(t.expand(mask.shape), mask)
-        elif info.reduction:
-            at = _finite.stats_where(t, _spread_mask(mask, t, record))
-    except (RuntimeError, IndexError):  # no correspondence of elements: the whole tensor has to do
-        at = None
-    return GuiltyInput(position=position, whole=whole, at_guilty=at)
-
-
-def _spread_mask(mask: Tensor, t: Tensor, record: OpRecord) -> Tensor:
-    """The elements of a reduction's input that went into its bad results."""
-    if mask.dim() == t.dim():
-        return mask.expand(t.shape)
-    if mask.dim() == 0:
-        return mask.expand(t.shape)
-    dims = next((eval_dims(a) for a in record.args if a.startswith("dim=")), [])
-    for d in sorted(d % t.dim() for d in dims):
-        mask = mask.unsqueeze(d)
-    return mask.expand(t.shape)
-
-
-def eval_dims(text: str) -> list[int]:
-    """'dim=[0, -1]' -> [0, -1]."""
-    import ast
-
-    value = ast.literal_eval(text.split("=", 1)[1])
-    return [value] if isinstance(value, int) else list(value)

@@ -48,10 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def costs(report: Report, command: str) -> str:
     """What stands between the markers: the table, and what made it where."""
     machine = report.machine
+    apart = max(abs(cell.apart) for cell in report.cells if cell.threads == 1)
     return (
         f"{readme_table(report, OTHERS)}\n"
         f"`{command}` made this, in {report.seconds / 60:.0f} minutes: PyTorch {machine['torch']}, Python "
-        f"{machine['python']}, one of {machine['processors']} processors, {machine['platform'].partition('-')[0]}.\n"
+        f"{machine['python']}, one of {machine['processors']} processors, {machine['platform'].partition('-')[0]}. The "
+        f"two bare runs lay up to {apart:.1%} apart: no difference below that means anything.\n"
     )
 
 

@@ -61,8 +61,8 @@ _ALWAYS_ON = (STEP, LAYERS)
 #: Under a minute.
 QUICK = Plan(
     ("W1", "W3-25", "W2"),
-    cell_s=7.0,
-    growth_s=3.0,
+    cell_s=5.0,
+    growth_s=2.0,
     growth_sizes=((10, 25, 50), (1e6, 2e6, 4e6), (16, 64, 256)),
     least=2,
     memory=False,

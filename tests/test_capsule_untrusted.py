@@ -21,7 +21,7 @@ from nan_detector._capsule.again import again
 from nan_detector._capsule.functions import function_named, functions, name_of
 from nan_detector._capsule.plain import decoded, encoded
 from nan_detector._capsule.read import open_capsule
-from nan_detector._capsule.tensors import Reader, Writer
+from nan_detector._capsule.tensors import Reader, Writer, device_or_cpu
 from nan_detector._cli.app import main
 from nan_detector._errors import CapsuleError
 
@@ -172,6 +172,7 @@ def deep(levels: int) -> Any:
         lambda d: calls(d)[0].update(made=2**60),
         lambda d: calls(d)[0].update(kind="root", func={"module": "__class__"}),
         lambda d: calls(d)[0].update(mark={"file": 1, "line": -(2**70), "function": 0, "source_line": ""}),
+        lambda d: calls(d)[0].update(mark={"file": {}, "line": 1, "function": "f", "source_line": "x"}),
         lambda d: calls(d)[0].update(autocast=[1, 2]),
         lambda d: d["step"].update(entries={"a": 1}),
         lambda d: d["step"].update(entries=[3]),
@@ -207,6 +208,15 @@ def test_a_factory_makes_no_tensor_larger_than_any_steps():
     assert made is not None and made(3, 2).shape == (3, 2)
     with pytest.raises(CapsuleError, match="larger than any step's"):
         made((2**20, 2**20))
+
+
+@pytest.mark.parametrize("name", ["torch.Tensor.repeat", "torch.tile", "torch.repeat_interleave"])
+def test_a_tensor_is_not_repeated_beyond_any_steps(name: str):
+    repeated = function_named(name)
+    t = torch.ones(2, 3)
+    assert repeated is not None and repeated(t, *([2] if "interleave" in name else [(2, 2)])).numel() in (12, 24)
+    with pytest.raises(CapsuleError, match="larger than any step's"):
+        repeated(t, *([2**30] if "interleave" in name else [(2**15, 2**15)]))
 
 
 def test_attributes_of_the_model_that_hold_code_are_not_replaced(capsule: Path):
@@ -341,6 +351,11 @@ def test_tensors_go_there_and_back_with_their_layout(t: Tensor, tmp_path: Path):
         assert back.stride() == t.stride()
 
 
+@pytest.mark.parametrize("name", ["cuda:99", "privateuseone", "meta", "nowhere", "", None, 3])
+def test_a_device_that_is_not_here_is_the_cpu(name: Any):
+    assert device_or_cpu(name) == torch.device("cpu")
+
+
 def test_what_a_writer_does_not_take():
     writer = Writer(16)
     assert writer.add(torch.zeros(5)) is None
@@ -356,6 +371,7 @@ def test_what_a_writer_does_not_take():
         *("torch.nn.functional.cross_entropy", "torch.Tensor.__getitem__", "torch.Tensor.__rsub__", "torch.exp"),
         *("torch.linalg.norm", "torch.fft.fft", "torch.special.expit", "torch.Tensor.grad.__get__", "torch.einsum"),
         *("torch.Tensor.backward", "torch.autograd.grad", "torch._foreach_norm", "torch.Tensor.mul_", "torch.where"),
+        *("torch.zeros", "torch.Tensor.repeat", "torch.tile"),
     ],
 )
 def test_functions_have_their_names(name: str):

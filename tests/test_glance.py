@@ -113,6 +113,28 @@ def test_a_parameter_added_on_the_way_is_judged() -> None:
     assert [e.step for e in det.all_events] == [20]
 
 
+@pytest.mark.parametrize("how", ["in its place", "by a new list"])
+def test_a_parameter_replaced_on_the_way_is_judged(how: str) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    group = optimizer.param_groups[0]
+    with NaNDetector(model, verbose=False, stop_on_first=False) as det:
+        for i in range(30):
+            if i == 10:
+                model[2].weight = new = nn.Parameter(torch.ones(3, 8))
+                if how == "in its place":
+                    group["params"][2] = new
+                else:
+                    group["params"] = list(model.parameters())
+            optimizer.zero_grad()
+            F.cross_entropy(model(torch.randn(4, 6)), torch.randint(0, 3, (4,))).backward()
+            if i == 20:
+                model[2].weight.grad[0, 0] = math.nan  # type: ignore[index, union-attr]
+            optimizer.step()
+    assert [e.step for e in det.all_events] == [20]
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
 def test_a_spike_is_told_in_its_own_step_although_others_wait() -> None:
     told: list[tuple[int, int]] = []
     model = net()

@@ -61,14 +61,14 @@ def is_sound(
     lr = rate if type(rate) is float else float(rate) if isinstance(rate, (int, float)) else None
     if _dispatch_modes():
         with quiet():
-            reading, reached = _measured(run, stepped, loss, state, lr, layers)
+            reading, reached = _measured(run, stepped, optimizer, loss, state, lr, layers)
     else:
         # As `quiet` does, which is for any number of modes.
         with _NoTorchFunction():
             grad_enabled = _is_grad_enabled()
             _set_grad_enabled(False)
             try:
-                reading, reached = _measured(run, stepped, loss, state, lr, layers)
+                reading, reached = _measured(run, stepped, optimizer, loss, state, lr, layers)
             finally:
                 _set_grad_enabled(grad_enabled)
     if reading is None:
@@ -92,10 +92,17 @@ _NOT: _Measured = (None, ())
 
 
 def _measured(
-    run: Run, stepped: Stepped, loss: Tensor, state: Tensor | None, lr: float | None, layers: Layers | None
+    run: Run,
+    stepped: Stepped,
+    optimizer: Any,
+    loss: Tensor,
+    state: Tensor | None,
+    lr: float | None,
+    layers: Layers | None,
 ) -> _Measured:
     """The reading, and the largest magnitude of each layer; no reading where anything is unusual."""
-    grads = [g for p in stepped.parameters if (g := p.grad) is not None]
+    # Of what is stepped now: a parameter may have been replaced in its list.
+    grads = [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
     count = len(grads)
     if not 0 < count <= MOST or count != len(stepped.names) or loss.dim() or loss.is_complex():
         return _NOT

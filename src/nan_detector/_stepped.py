@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -42,9 +43,12 @@ class Stepped:
         self._columns: dict[tuple[int, bool, int], tuple[str, ...]] = {}
 
     def fits(self, optimizer: Any) -> bool:
-        """True while these are still the optimizer's parameters, as far as the sizes of its groups tell."""
+        """True while these are still the optimizer's parameters, in groups of the same sizes."""
         known: Any = self.optimizer()
-        return known is optimizer and self._sizes == [len(g["params"]) for g in optimizer.param_groups]
+        groups = optimizer.param_groups
+        if known is not optimizer or self._sizes != [len(g["params"]) for g in groups]:
+            return False
+        return all(map(is_, self.parameters, chain.from_iterable(g["params"] for g in groups)))
 
     def unchanged(self, optimizer: Any) -> bool:
         """True while the groups hold the very objects that `settled` found sound: nothing need be looked at again."""

@@ -35,6 +35,9 @@ _FACTORIES = (
     "arange bartlett_window blackman_window empty eye full hamming_window hann_window linspace logspace normal ones "
     "rand randint randn randperm scalar_tensor tril_indices triu_indices zeros"
 ).split()
+#: What makes a tensor so many times larger.
+_REPEATING = ("torch.Tensor.repeat", "torch.Tensor.repeat_interleave", "torch.Tensor.tile", "torch.repeat_interleave",
+              "torch.tile")  # fmt: skip
 _ATTRIBUTES = ("grad", "data", "T", "mT", "H", "mH", "real", "imag", "_base", "requires_grad")
 #: Parts of names: what reaches beyond tensors (memory of others, files, code), or sizes memory freely.
 _REFUSED = (
@@ -60,6 +63,7 @@ def functions() -> dict[str, Function]:
             elif callable(f) and _hashable(f) and (f in allowed or (name.startswith("_foreach_") and space == "torch")):
                 found[f"{space}.{name}"] = f
     found.update({f"torch.{name}": _bounded(getattr(torch, name)) for name in _FACTORIES})
+    found.update({name: _bounded(found[name], repeats=True) for name in _REPEATING})
     for full in _FURTHER:
         found[full] = getattr(torch.autograd if ".autograd." in full else torch, full.rpartition(".")[2])
     # While a detector is attached, ours stands for it.
@@ -72,6 +76,7 @@ def functions() -> dict[str, Function]:
 def _names() -> dict[Function, str]:
     found = {f: name for name, f in reversed(functions().items())}
     found.update({getattr(torch, name): f"torch.{name}" for name in _FACTORIES})
+    found.update({functions()[name].__wrapped__: name for name in _REPEATING})  # type: ignore[attr-defined]
     return found
 
 
@@ -89,10 +94,13 @@ def function_named(name: object) -> Function | None:
     return functions().get(name) if isinstance(name, str) else None
 
 
-def _bounded(factory: Function) -> Function:
+def _bounded(factory: Function, *, repeats: bool = False) -> Function:
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> Any:
-        numbers = [abs(n) for n in _numbers((args, tuple(kwargs.values()))) if abs(n) > 1]
+        given = (*args, *(v for name, v in kwargs.items() if name != "output_size"))
+        numbers = [abs(n) for n in _numbers(given) if abs(n) > 1]
+        if repeats and given and isinstance(given[0], torch.Tensor):
+            numbers.append(max(1, given[0].numel()))
         if math.prod(numbers) > MAX_EXPANDED:
             raise CapsuleError(f"step.json: {factory.__name__} of {numbers[:8]} is larger than any step's.")
         return factory(*args, **kwargs)

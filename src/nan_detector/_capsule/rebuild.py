@@ -22,6 +22,7 @@ from nan_detector._errors import CapsuleError
 from nan_detector._moment import Moment
 from nan_detector._naming import Names
 from nan_detector._records import Location
+from nan_detector._schema import mismatch
 from nan_detector._source import Mark
 from nan_detector._tape import AUTOCAST_KEYS, Entry, Made, Outside, Tape
 from nan_detector._trace import BirthKind
@@ -155,6 +156,8 @@ class Rebuilder:
             return None
         try:
             where = Location.from_dict(mark)
+            if (wrong := mismatch(where)) is not None:
+                raise ValueError(wrong)
             code = _somewhere.__code__.replace(
                 co_filename=str(where.file),
                 co_name=str(mark.get("name", "")),

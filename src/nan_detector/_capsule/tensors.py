@@ -162,7 +162,7 @@ def device_or_cpu(name: object) -> torch.device:
     try:
         device = torch.device(str(name))
         torch.zeros(1, device=device).item()  # a device without memory makes tensors too
-    except (RuntimeError, AssertionError, NotImplementedError):
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError):  # a backend's module that is not there
         return torch.device("cpu")
     return device
 

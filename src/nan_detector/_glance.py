@@ -136,7 +136,7 @@ def _measured(
             run.recorder.keep(run.step, lr)
     except RuntimeError:  # a mixture of layouts, dtypes or devices
         return _NOT
-    reading = Reading(row, len(row), count, values[width], math.hypot(*norms), largest, norms)
+    reading = Reading(row, width + 1 + count, count, values[width], math.hypot(*norms), largest, norms)
     return reading, values[:width]
 
 

@@ -67,6 +67,10 @@ class _Numbers(NamedTuple):
     loss_scale: float | None
 
 
+#: What the class's own constructor does, without a function in Python around it.
+_new_numbers = tuple.__new__
+
+
 class _Table:
     """A ring of rows that have the same columns, device and dtype."""
 
@@ -216,9 +220,9 @@ class Recorder:
             self._advance(self._table, step, lr, loss_scale)
 
     def _advance(self, table: _Table, step: int, lr: float | None, loss_scale: float | None) -> None:
-        at = table.next
-        table.numbers[at] = _Numbers(self._count, step, lr, loss_scale)
-        self._count += 1
+        at, count = table.next, self._count
+        table.numbers[at] = _new_numbers(_Numbers, (count, step, lr, loss_scale))
+        self._count = count + 1
         at += 1
         if at < table.capacity:
             table.next = at

@@ -47,8 +47,7 @@ def main() -> None:
             det.check_grad_norms()  # optional: runs by itself before optimizer.step()
             optimizer.step()
             if det.triggered:
-                print(det.event)
-                break
+                break  # the report is on standard error by now; det.event has it as a record
 
 
 if __name__ == "__main__":

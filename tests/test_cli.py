@@ -124,6 +124,12 @@ def test_help_has_an_example(argv: list[str], capsys: Capture):
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_the_list_of_commands_has_whole_sentences(capsys: Capture):
+    assert main(["--help"]) == 0
+    listed = capsys.readouterr().out.partition("Commands:")[2]
+    assert listed.count(".\n") == len(COMMANDS) and "..." not in listed
+
+
 def test_no_command_shows_the_help_and_fails(capsys: Capture):
     assert main([]) == 2
     out = capsys.readouterr().out

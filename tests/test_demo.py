@@ -6,6 +6,7 @@ import io
 import logging
 import math
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -338,6 +339,7 @@ def test_the_whole_story(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     assert "ahead." in said and "bare again" in said
     for name in story.FILES:
         assert (tmp_path / name).stat().st_size > 0 and str(tmp_path / name) in said
+    assert said.rstrip().endswith(f"nan-detector show {shlex.quote(str(tmp_path))}")
     assert torch.get_num_threads() == threads
     assert not logging.getLogger("nan_detector").handlers
     assert capfd.readouterr() == ("", "")  # nothing is said beside the story
@@ -364,12 +366,12 @@ def run_example(name: str) -> str:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def test_the_example_of_a_plain_loop():
     said = run_example("plain_loop.py")
-    assert "NaN born at step 12, in the forward pass" in said
+    assert said.count("NaN born at step 12, in the forward pass") == 1, "the report is told once"
     assert "return centred / x.std(dim=1, keepdim=True)" in said
     assert "weights are clean" in said
 

@@ -57,9 +57,9 @@ def squared(value: float, dtype: torch.dtype, op: str = "pow") -> Trace:
     return traced(born("mul", [x, x], x * x, call="h * h"))
 
 
-def cast(value: float, to: torch.dtype = HALF, **fields: object) -> Trace:
+def cast(value: float, to: torch.dtype = HALF, line: str = "ema.half()", **fields: object) -> Trace:
     x = torch.tensor([1.0, value])
-    return traced(born("to_copy", [x], x.to(to), call="ema.half", line="ema.half()", **fields))
+    return traced(born("to_copy", [x], x.to(to), call="ema.half", line=line, **fields))
 
 
 def mask_cast() -> Trace:
@@ -233,6 +233,13 @@ def test_the_fix_of_an_exponential_fits_its_line(line: str, fix: str | None):
     best, _ = diagnose(exponential([100.0], line=line))
     assert best is not None and best.fix is not None
     assert (fix or "x.clamp(max=87).exp()") in best.fix
+
+
+def test_a_cast_is_not_advised_to_square_and_a_square_not_to_average():
+    best, _ = diagnose(cast(92672.0, line="energy = x.pow(2).sum(-1).half()"))
+    assert best is not None and best.fix is not None and best.fix.startswith("keep this tensor in float32")
+    best, _ = diagnose(squared(300.0, HALF))
+    assert best is not None and best.fix == "square in float32: x.float().pow(2)"
 
 
 def test_the_bound_in_the_fix_is_inside_the_range():

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nan_detector._gate import Suspicion, column_names, confirm, take
+from nan_detector._gate import Suspicion, column_names, confirm, in_full, take
 
 NAN, INF = float("nan"), float("inf")
 
@@ -50,6 +50,28 @@ def test_a_norm_beyond_its_dtype_is_looked_at_and_found_innocent() -> None:
     reading, _ = take(grads, [loss])
     assert reading.suspicious
     assert not confirm(["p"], grads, [loss])
+
+
+@pytest.mark.parametrize("count", [2, 100])
+@pytest.mark.parametrize("scale", [None, 4.0])
+def test_norms_beyond_their_dtype_are_worked_out_once_they_are_known_to_be_finite(
+    count: int, scale: float | None
+) -> None:
+    grads = [t(3e30, 4e30), *(t(3.0, 4.0) for _ in range(count - 1))]
+    reading, _ = take(grads, [torch.tensor(1.0)])
+    full, factor = in_full(reading, grads, scale), scale or 1.0
+    assert full.loss == 1.0 and full.total == full.largest == pytest.approx(5e30 / factor)
+    assert full.norms.tolist() == pytest.approx([5e30 / factor, *[5.0 / factor] * (count - 1)])
+    assert not full.suspicious and full.row.shape == reading.row.shape and full.row.dtype == reading.row.dtype
+    assert full.row[0] == 1.0 and full.row.isfinite().all()
+
+
+def test_a_norm_that_no_float32_holds_is_a_number_all_the_same() -> None:
+    grads = [torch.full((4,), 3e38)]
+    reading, _ = take(grads, [torch.tensor(1.0)])
+    assert in_full(reading, grads).largest == pytest.approx(6e38)
+    ordinary, _ = take([t(1.0)], [torch.tensor(1.0)])
+    assert in_full(ordinary, [t(1.0)]) is ordinary
 
 
 def test_several_losses_are_averaged_and_each_is_judged() -> None:

@@ -171,7 +171,7 @@ def test_make_targets_named_in_the_documents_are_there(document: str):
 )
 def test_examples_print_the_report(name: str, words_of_the_report: tuple[str, ...], capfd: pytest.CaptureFixture[str]):
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
-    printed = capfd.readouterr().out
+    printed = "".join(capfd.readouterr())
     assert all(w in printed for w in words_of_the_report), printed
 
 

@@ -204,6 +204,10 @@ def test_half_precision_is_computed_in_float32_and_saturates() -> None:
     full = span.saturated(call_of(torch.Tensor.pow, x, 2)).value
     assert full.dtype is torch.float16
     assert full.tolist() == [65504.0, 4.0]
+    wider = torch.tensor([90112.0, 4.0], dtype=torch.bfloat16)  # where 65504 is 65536, which is inf in float16
+    cast = span.saturated(call_of(torch.Tensor.half, wider))
+    assert cast.value.dtype is torch.float16 and cast.value.tolist() == [65504.0, 4.0]
+    assert cast.words.whole == "{0}.float().clamp(-65504, 65504).half()"
     with pytest.raises(Unfit):
         span.in_float32(call_of(torch.sqrt, torch.ones(2)))
 

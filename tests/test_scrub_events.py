@@ -102,6 +102,26 @@ def test_damaged_optimizer_state_is_found() -> None:
     assert not any("where it was loaded" in n for n in event.notes)
 
 
+@pytest.mark.parametrize("large", [True, False])
+def test_the_gradient_that_spoilt_the_optimizer_state_is_named(large: bool) -> None:
+    model = nn.Linear(4, 2)
+    opt = torch.optim.Adam(model.parameters())
+    g = torch.Generator().manual_seed(0)
+    with NaNDetector(model, verbose=False) as det:
+        for i in range(STRAY + GATES + 8):
+            x = torch.randn(8, 4, generator=g)
+            opt.zero_grad()
+            model(x * (1e30 if i == STRAY and large else 1.0)).mean().backward()
+            opt.step()
+            if det.triggered:
+                break
+            if i == STRAY and not large:
+                opt.state[model.weight]["exp_avg_sq"][0] = float("inf")
+    assert det.event is not None and det.event.tensor_name == "optimizer.state[weight]['exp_avg_sq']"
+    told = [n for n in det.event.notes if "stood out" in n]
+    assert [n.partition(":")[0] for n in told] == [f"the gradient of weight stood out at step {STRAY}"] * large
+
+
 def test_bad_state_is_never_stepped_with_again() -> None:
     det = train(spoil_moment, on_nan="skip", steps=STRAY + GATES + 20)
     assert len(det.all_events) == 1

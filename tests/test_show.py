@@ -173,6 +173,17 @@ def test_what_is_no_log_is_refused_in_a_line(
         assert capsys.readouterr() == ("", f"nan-detector: LOG={str(path)!r} {line}\n")
 
 
+def test_a_folder_of_logs_is_answered_with_the_newest(tmp_path: Path, capsys: Capture):
+    for age, name in enumerate(("b", "c", "a")):
+        file = tmp_path / name / "events-rank0.jsonl"
+        file.parent.mkdir()
+        file.write_bytes(b"")
+        os.utime(file, (1000 - age, 1000 - age))
+    assert main(["show", str(tmp_path)]) == 2
+    line = f"has no events-rank*.jsonl: name a folder in it, such as {tmp_path / 'b'}."
+    assert capsys.readouterr() == ("", f"nan-detector: LOG={str(tmp_path)!r} {line}\n")
+
+
 def test_a_name_no_file_can_have(capsys: Capture):
     assert main(["show", "a" * 5000]) == 2
     assert "cannot be read (File name too long)" in capsys.readouterr().err

@@ -68,6 +68,38 @@ def test_large_gradients_of_one_step_are_one_line_of_the_log(caplog: pytest.LogC
     ]
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_whose_squares_overflow_are_told_with_their_norm(scaled: bool) -> None:
+    model = nn.Linear(4, 2)
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=scaled)
+    with NaNDetector(model, verbose=False) as det:
+        for i in range(5):
+            opt.zero_grad()
+            scaler.scale(model(torch.full((8, 4), 1e24 if i == 3 else 1.0)).sum()).backward()
+            scaler.step(opt)
+            scaler.update()
+    assert det.event is None
+    [event] = det.grad_events
+    assert (event.batch_idx, event.param_name) == (3, "weight")
+    assert event.grad_norm == pytest.approx(8e24 * 8**0.5)
+    assert det.history.values["grad_norm:weight"][3] == pytest.approx(8e24 * 8**0.5)
+    assert det.history.values["grad_norm"].max() == pytest.approx(8e24 * 8**0.5)
+
+
+def test_where_logging_is_not_set_up_a_warning_says_whose_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = mlp()
+    opt = torch.optim.SGD(model.parameters(), lr=1e-9)
+    with monkeypatch.context() as patch:
+        patch.setattr(logging.getLogger("nan_detector"), "propagate", False)  # pytest listens above it
+        with NaNDetector(model, verbose=False) as det:
+            steps(det, model, opt, 3, change=lambda i: 1e6 if i == 1 else 1.0)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith("nan_detector: step 1: 4 of 4 gradient norms are above"), said
+
+
 def test_a_rate_that_jumps() -> None:
     model = mlp()
     opt = torch.optim.SGD(model.parameters(), lr=1e-3)

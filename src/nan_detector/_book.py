@@ -117,9 +117,10 @@ class Book:
         with self._lock:
             self._counts[kind] = count = self._counts.get(kind, 0) + 1
         if count <= MAX_LOGGED_WARNINGS:
-            logger.warning(
-                "%s%s", message, " (further ones of this kind are not logged)" if count == MAX_LOGGED_WARNINGS else ""
-            )
+            # Where nobody has set up logging, Python prints the bare message: among a script's own, whose is it?
+            sender = "" if logger.hasHandlers() else f"{logger.name}: "
+            more = " (further ones of this kind are not logged)" if count == MAX_LOGGED_WARNINGS else ""
+            logger.warning("%s%s%s", sender, message, more)
 
     def close(self) -> None:
         """Flush and close the log."""

@@ -13,7 +13,7 @@ import torch
 
 from nan_detector import _finite
 from nan_detector._before import GRAD_NORM, GRAD_NORM_OF, LOSS, MAX_GRAD_NORM
-from nan_detector._norms import norms
+from nan_detector._norms import in_two_factors, norms
 from nan_detector._quiet import quiet
 
 Tensor = torch.Tensor
@@ -61,6 +61,36 @@ def without_scale(reading: Reading, factor: Tensor, value: float) -> Reading:
         first = 0 if reading.loss is None else 1
         row[first:] /= factor.to(row)
     each = None if reading.each is None else [v * inverse for v in reading.each]
+    return reading._replace(row=row, total=total, largest=largest, each=each)
+
+
+def in_full(reading: Reading, grads: Sequence[Tensor], scale: float | None = None) -> Reading:
+    """`reading` of gradients known to be finite, with the norms whose squares left the accumulator's range.
+
+    Nothing else would tell of a step whose gradients are that large: its weights are finite, its second moments may
+    not be.
+
+    Args:
+        reading: What the gate measured.
+        grads: The gradients, finite.
+        scale: What they are still multiplied by.
+    """
+    if reading.total is None or math.isfinite(reading.total) or not len(grads):
+        return reading
+    inverse = 1.0 if scale is None else 1.0 / scale if scale else math.inf
+    with quiet():
+        seen = _finite.read(norms(grads))
+        beyond = [i for i, n in enumerate(seen) if not math.isfinite(n)]
+        parts = _finite.read(torch.cat([in_two_factors(grads[i]) for i in beyond])) if beyond else []
+    for at, i in enumerate(beyond):
+        seen[i] = parts[2 * at] * parts[2 * at + 1]
+    each = [n * inverse for n in seen]
+    total, largest = math.hypot(*each), max(each)
+    head = reading.width - reading.gradients
+    totals = [total, largest][: head - (reading.loss is not None)]
+    with quiet():
+        row = reading.row.clone()
+        row[head - len(totals) :] = torch.tensor([*totals, *each], dtype=torch.float64).to(row)
     return reading._replace(row=row, total=total, largest=largest, each=each)
 
 

@@ -14,7 +14,7 @@ from nan_detector._evaluation import Evaluation, Seen, bad_outputs
 from nan_detector._finite import read
 from nan_detector._forewarn import Forewarning
 from nan_detector._further import Further
-from nan_detector._gate import Reading, Suspicion, column_names, confirm, measure, take, without_scale
+from nan_detector._gate import Reading, Suspicion, column_names, confirm, in_full, measure, take, without_scale
 from nan_detector._glance import is_sound
 from nan_detector._hit import Finding
 from nan_detector._hyper import HyperProblem, bad_hyperparameter
@@ -122,6 +122,8 @@ class Judge:
         suspicion = Suspicion()
         if reading.suspicious or problem is not None:
             suspicion = confirm(names, grads, losses)
+            if not suspicion:
+                reading = in_full(reading, grads, factor if scale is not None and still_scaled(optimizer) else None)
             if problem is not None:
                 suspicion = Suspicion(suspicion.losses, suspicion.gradients, suspicion.loss, problem)
             elif scale is not None and suspicion and not suspicion.losses and skips_itself(optimizer):

@@ -56,6 +56,23 @@ def norms(grads: Sequence[Tensor]) -> Tensor:
             return _one_by_one(values, dtype)
 
 
+def in_two_factors(grad: Tensor) -> Tensor:
+    """The L2 norm of a finite gradient as two numbers with that product: its squares may leave the range of any dtype.
+
+    Not for each step: it copies the gradient.
+
+    Returns:
+        float64 vector of 2 on the CPU: the largest magnitude, and the norm of the gradient divided by it.
+    """
+    with quiet():
+        values = real_values(local_part(grad))
+        if values is None or not values.numel():
+            return torch.zeros(2, dtype=torch.float64, device="cpu")
+        largest = values.abs().max()
+        rest = torch.linalg.vector_norm(values / largest, dtype=_accumulator(values))
+        return torch.stack([largest.to(rest), rest]).to("cpu").double()
+
+
 def _accumulator(*values: Tensor) -> torch.dtype:
     return torch.float64 if any(v.dtype is torch.float64 for v in values) else torch.float32
 

@@ -15,6 +15,7 @@ import torch
 
 from nan_detector import _finite
 from nan_detector._aftermath import BadState
+from nan_detector._before import GRAD_NORM_OF
 from nan_detector._damage import Harm, harms
 from nan_detector._quiet import hidden, quiet
 from nan_detector._run import Run
@@ -30,6 +31,8 @@ GATES = 32
 #: Gates from one slice to the next: of a small model a call costs far more than what it reads.
 EVERY, EVERY_IF_SMALL, SMALL = 4, 16, 2**19
 _STATE = "optimizer.state["
+#: Times the median norm from which a gradient has to do with what became of the state, and norms that make a median.
+_OUTSIZE, _LEAST_NORMS = 1e3, 4
 
 
 class Rounds:
@@ -141,7 +144,18 @@ class Rounds:
             return problem
         since = self._since[name]
         earliest = f"the optimizer's state is damaged since step {since or 0}, or a later one"
-        return replace(problem, notes=(earliest, _found(self.step, since)))
+        return replace(problem, notes=(earliest, *self._outsize(name, since or 0), _found(self.step, since)))
+
+    def _outsize(self, state: str, since: int) -> tuple[str, ...]:
+        """The step whose gradient stood out while this state went bad, for a person."""
+        name = state.removeprefix(_STATE).partition("]")[0]
+        steps, columns = self.run.recorder.columns()
+        norms = zip(steps, columns.get(f"{GRAD_NORM_OF}{name}", ()), strict=False)
+        seen = sorted((norm, step) for step, norm in norms if since <= step < self.step and math.isfinite(norm))
+        if len(seen) < _LEAST_NORMS or seen[-1][0] < _OUTSIZE * seen[len(seen) // 2][0]:
+            return ()
+        norm, step = seen[-1]
+        return (f"the gradient of {name} stood out at step {step}: its norm was {norm:.3g}",)
 
     def _parameters(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Name and tensor of each parameter, and whether training reaches it."""

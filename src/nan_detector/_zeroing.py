@@ -73,7 +73,8 @@ class Zeroing:
             f"; zero_grad() was called on another {others[0]}, which does not have these parameters" if others else ""
         )
         return (
-            f"{NOT_ZEROED}: nobody has set the gradients of {type(optimizer).__name__} back since its last step{said}"
+            f"{NOT_ZEROED}: the gradients of {type(optimizer).__name__} have not been set back to zero since its last "
+            f"step (optimizer.zero_grad()){said}"
         )
 
 

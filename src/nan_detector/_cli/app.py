@@ -72,7 +72,10 @@ def build() -> typer.Typer:
     for name in COMMANDS:
         module = import_module(f"nan_detector._cli.{name}_command")
         settings = {"allow_interspersed_args": getattr(module, "INTERSPERSED", True)}
-        app.command(name, help=module.__doc__, context_settings=settings)(module.command)
+        summary = str(module.__doc__).partition("\n\n")[0]
+        app.command(name, help=module.__doc__, short_help=" ".join(summary.split()), context_settings=settings)(
+            module.command
+        )
     return app
 
 

@@ -30,9 +30,11 @@ def read(log: Path) -> Digest:
             digest = read_digest(log, advance)
     except FileNotFoundError as error:
         if log.is_dir():
-            raise CommandError(
-                f"LOG={str(log)!r} has no events-rank*.jsonl: name the folder that --log or log_dir named."
-            ) from error
+            newest = _newest_in(log)
+            way_out = (
+                "the folder that --log or log_dir named" if newest is None else f"a folder in it, such as {newest}"
+            )
+            raise CommandError(f"LOG={str(log)!r} has no events-rank*.jsonl: name {way_out}.") from error
         raise CommandError(
             f"LOG={str(log)!r} is not there: name the folder that --log or log_dir named, or a file in it."
         ) from None
@@ -42,6 +44,15 @@ def read(log: Path) -> Digest:
     if not digest.runs:
         raise CommandError(f"LOG={str(log)!r} {_nothing(digest)}: name the folder that --log or log_dir named.")
     return digest
+
+
+def _newest_in(folder: Path) -> Path | None:
+    """The log in a folder of logs that was written last: nan-detector-runs is such a folder."""
+    try:
+        logs = [f for f in folder.glob("*/events-rank*.jsonl") if f.is_file()]
+        return max(logs, key=lambda f: f.stat().st_mtime).parent if logs else None
+    except OSError:  # a folder that may not be looked into
+        return None
 
 
 def _nothing(digest: Digest) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -195,6 +196,8 @@ def _files(console: Console, out: Path, seconds: float) -> None:
     _heading(console, f"Done in {seconds:.0f} s")
     for path in (out / name for name in FILES if (out / name).exists()):
         console.print(Text(f"  {path}"), soft_wrap=True)
+    console.print()
+    console.print(Text(f"The log once more: nan-detector show {shlex.quote(str(out))}"), soft_wrap=True)
 
 
 def _heading(console: Console, text: str) -> None:

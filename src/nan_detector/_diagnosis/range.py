@@ -101,8 +101,9 @@ def _half_fix(birth: Birth) -> str:
     op = op_of(birth)
     if op in ("mm", "bmm", "matmul", "baddbmm") or mentions(birth, r"@|matmul|einsum"):
         return "scale before the product: (q * d**-0.5) @ k.transpose(-2, -1), or bfloat16"
-    if op == "pow" or mentions(birth, r"pow\(2\)|\*\*\s*2"):
-        return "square in float32: x.float().pow(2).mean(-1, keepdim=True)"
+    if op == "pow" or (op not in CASTS and mentions(birth, r"pow\(2\)|\*\*\s*2")):
+        reduced = ".mean(-1, keepdim=True)" if mentions(birth, r"\bmean\(") else ""
+        return f"square in float32: x.float().pow(2){reduced}"
     stats = operand(birth, 0)
     source = limits(stats.dtype) if stats is not None else None
     if op in CASTS and stats is not None and source is not None and stats.min == -source.max:

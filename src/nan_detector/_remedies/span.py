@@ -104,11 +104,16 @@ def saturated(call: Call) -> Repaired:
         call.unfit()
     args, kwargs = widened((call.args, call.kwargs))
     with torch.autocast(_device_of(call), enabled=False):
-        value = call.func(*args, **kwargs) if call.name not in _CASTS else call.tensor(0)
+        value = widened(call.tensor(0)) if call.name in _CASTS else call.func(*args, **kwargs)
     if not isinstance(value, Tensor):
         call.unfit()
     most = torch.finfo(torch.float16).max
-    return Repaired(bounded(value, most).half(), Words(after="in float32, then .clamp(-65504, 65504).half()"))
+    if call.name in _CASTS:  # bfloat16 would round the bound up to 65536, which is inf in float16
+        widening = ".float()" if call.tensor(0).dtype in HALF else ""
+        words = Words(whole=f"{{0}}{widening}.clamp(-65504, 65504).half()")
+    else:
+        words = Words(after="in float32, then .clamp(-65504, 65504).half()")
+    return Repaired(bounded(value, most).half(), words)
 
 
 def bounded_result(call: Call) -> Repaired:

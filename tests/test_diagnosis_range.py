@@ -50,10 +50,10 @@ def square_half_attention() -> Trace:
     return product(q, q)
 
 
-def squared(value: float, dtype: torch.dtype, op: str = "pow") -> Trace:
+def squared(value: float, dtype: torch.dtype, op: str = "pow", line: str = "ms = h.pow(2).mean(-1)") -> Trace:
     x = torch.tensor([1.0, value], dtype=dtype)
     if op == "pow":
-        return traced(born("pow", [x], x.pow(2), args=("exponent=2",), call="h.pow", line="ms = h.pow(2).mean(-1)"))
+        return traced(born("pow", [x], x.pow(2), args=("exponent=2",), call="h.pow", line=line))
     return traced(born("mul", [x, x], x * x, call="h * h"))
 
 
@@ -238,8 +238,12 @@ def test_the_fix_of_an_exponential_fits_its_line(line: str, fix: str | None):
 def test_a_cast_is_not_advised_to_square_and_a_square_not_to_average():
     best, _ = diagnose(cast(92672.0, line="energy = x.pow(2).sum(-1).half()"))
     assert best is not None and best.fix is not None and best.fix.startswith("keep this tensor in float32")
-    best, _ = diagnose(squared(300.0, HALF))
-    assert best is not None and best.fix == "square in float32: x.float().pow(2)"
+    for line, fix in (
+        ("e = h.pow(2)", "x.float().pow(2)"),
+        ("h.pow(2).mean(-1)", "x.float().pow(2).mean(-1, keepdim=True)"),
+    ):
+        best, _ = diagnose(squared(300.0, HALF, line=line))
+        assert best is not None and best.fix == f"square in float32: {fix}"
 
 
 def test_the_bound_in_the_fix_is_inside_the_range():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import linecache
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from nan_detector import _source as source
+from nan_detector import _source_text
 from nan_detector._records import Location
 from nan_detector._source import (
     Mark,
@@ -640,3 +642,18 @@ def test_marking_below_five_frames_of_pytorch_is_below_a_microsecond():
     n = 20_000
     took = [min(timeit.repeat(space[name], number=n, repeat=7)) / n * 1e6 for name in ("f4", "f4_bare")]
     assert took[0] - took[1] < 1.0
+
+
+def test_another_threads_parsing_costs_no_answer(monkeypatch: pytest.MonkeyPatch):
+    """CPython 3.11 raises SystemError in one of two threads that turn source into a tree at the same time."""
+    real, calls = ast.parse, []
+
+    def parse(text: str) -> ast.Module:
+        calls.append(text)
+        if len(calls) == 1:
+            raise SystemError("AST constructor recursion depth mismatch (before=102, after=99)")
+        return real(text)
+
+    monkeypatch.setattr(ast, "parse", parse)
+    assert isinstance(_source_text._parse("x = f(y)"), ast.Module)
+    assert len(calls) == 2

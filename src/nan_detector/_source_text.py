@@ -8,6 +8,7 @@ Where that is not certain the answer is None: a wrong expression is worse than n
 from __future__ import annotations
 
 import ast
+import contextlib
 import dis
 import functools
 import itertools
@@ -161,6 +162,20 @@ def _is_dotted(node: ast.expr) -> bool:
     return isinstance(node, ast.Name)
 
 
+_MOST_TRIES = 5
+
+
+def _parse(text: str) -> ast.Module:
+    """`ast.parse`, which in CPython 3.11 fails now and then while another thread parses: both count one depth.
+
+    A lock would be no help against the program's own threads, and a finalizer that runs within could wait for it.
+    """
+    for _ in range(_MOST_TRIES - 1):
+        with contextlib.suppress(SystemError):
+            return ast.parse(text)
+    return ast.parse(text)
+
+
 class _Tree:
     """A file's operations by range and by line, and the names that its imports bind."""
 
@@ -168,7 +183,7 @@ class _Tree:
         self.by_range: dict[_Range, ast.AST] = {}
         self.by_line: dict[int, list[ast.AST]] = {}
         self.imported: set[str] = set()
-        self._module = ast.parse(text)
+        self._module = _parse(text)
         self._statements: dict[ast.AST, tuple[ast.expr, ast.expr]] | None = None
         for node in ast.walk(self._module):
             if isinstance(node, _Operation):

@@ -72,6 +72,10 @@ def test_a_norm_that_no_float32_holds_is_a_number_all_the_same() -> None:
     assert in_full(reading, grads).largest == pytest.approx(6e38)
     ordinary, _ = take([t(1.0)], [torch.tensor(1.0)])
     assert in_full(ordinary, [t(1.0)]) is ordinary
+    for bad in (NAN, INF):
+        grads = [t(1e30), t(1.0, bad)]
+        reading, _ = take(grads, [torch.tensor(1.0)])
+        assert in_full(reading, grads) is reading and reading.suspicious
 
 
 def test_several_losses_are_averaged_and_each_is_judged() -> None:

@@ -199,6 +199,40 @@ def test_switched_off(loop: Path):
     assert not (loop / "off").exists()
 
 
+FORKS = """
+import multiprocessing as mp
+import torch
+
+def train(bad):
+    model = torch.nn.Linear(2, 1)
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    for i in range(3):
+        opt.zero_grad()
+        model(torch.full((4, 2), float("nan") if bad and i == 1 else 1.0)).mean().backward()
+        opt.step()
+
+if __name__ == "__main__":
+    children = [mp.get_context("fork").Process(target=train, args=(bad,)) for bad in (False, True)]
+    for child in children:
+        child.start()
+        child.join()
+    print([child.exitcode for child in children])
+"""
+
+
+def test_forked_children_have_a_log_each(tmp_path: Path):
+    (tmp_path / "sweep.py").write_text(FORKS)
+    done = python(tmp_path, *RUN, "--log", "log", "sweep.py")
+    assert (done.returncode, done.stdout) == (0, "[0, 3]\n"), done.stderr
+    folders = sorted((tmp_path / "log").iterdir())
+    assert len(folders) == 2 and sorted(len(final_events(f)) for f in folders) == [0, 1]
+    logs = "".join(f"\n  log      log/{f.name}" for f in folders)
+    line = f"nan-detector: this process trained nothing; what its forked children trained was watched.{logs}\n"
+    assert done.stderr.endswith(line)
+    again = python(tmp_path, *RUN, "--log", "log", "sweep.py")
+    assert again.stderr.count("\n  log      log/child-") == 2, "not those of the run before"
+
+
 def test_a_script_that_trains_nothing_is_told_so(tmp_path: Path):
     (tmp_path / "infer.py").write_text(
         "import torch\nwith torch.no_grad():\n    torch.nn.Linear(2, 1)(torch.ones(2))\n"

@@ -122,6 +122,21 @@ def test_the_gradient_that_spoilt_the_optimizer_state_is_named(large: bool) -> N
     assert [n.partition(":")[0] for n in told] == [f"the gradient of weight stood out at step {STRAY}"] * large
 
 
+def test_norms_that_overflow_at_every_step_do_not_hide_the_state() -> None:
+    model = nn.Linear(4, 2)
+    opt = torch.optim.Adam(model.parameters())
+    with NaNDetector(model, verbose=False) as det:
+        for _ in range(2 * GATES):
+            opt.zero_grad()
+            (model(torch.full((8, 4), 1e25)) * 1.0).mean().backward()
+            opt.step()
+            if det.triggered:
+                break
+    assert det.event is not None and det.event.step <= GATES + 1
+    assert det.event.tensor_name == "optimizer.state[weight]['exp_avg_sq']"
+    assert det.event.weights == "clean" and all(bool(p.isfinite().all()) for p in model.parameters())
+
+
 def test_bad_state_is_never_stepped_with_again() -> None:
     det = train(spoil_moment, on_nan="skip", steps=STRAY + GATES + 20)
     assert len(det.all_events) == 1

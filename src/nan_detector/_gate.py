@@ -65,14 +65,14 @@ def without_scale(reading: Reading, factor: Tensor, value: float) -> Reading:
 
 
 def in_full(reading: Reading, grads: Sequence[Tensor], scale: float | None = None) -> Reading:
-    """`reading` of gradients known to be finite, with the norms whose squares left the accumulator's range.
+    """`reading` with the norms of finite gradients whose squares left the accumulator's range; else as it is.
 
     Nothing else would tell of a step whose gradients are that large: its weights are finite, its second moments may
-    not be.
+    not be. Exact, with a few reads to the host.
 
     Args:
         reading: What the gate measured.
-        grads: The gradients, finite.
+        grads: The gradients.
         scale: What they are still multiplied by.
     """
     if reading.total is None or math.isfinite(reading.total) or not len(grads):
@@ -81,6 +81,8 @@ def in_full(reading: Reading, grads: Sequence[Tensor], scale: float | None = Non
     with quiet():
         seen = _finite.read(norms(grads))
         beyond = [i for i, n in enumerate(seen) if not math.isfinite(n)]
+        if not all(_finite.is_finite(grads[i]) for i in beyond):
+            return reading
         parts = _finite.read(torch.cat([in_two_factors(grads[i]) for i in beyond])) if beyond else []
     for at, i in enumerate(beyond):
         seen[i] = parts[2 * at] * parts[2 * at + 1]

@@ -109,8 +109,11 @@ class Judge:
             self._tell_evaluated(evaluated, extremes[tail:])
             del extremes[tail:]
         factor = extremes.pop() if scale is not None else None
-        if scale is not None and factor is not None and still_scaled(optimizer):
-            reading = without_scale(reading, scale, factor)
+        carried = factor if scale is not None and still_scaled(optimizer) else None
+        if scale is not None and carried is not None:
+            reading = without_scale(reading, scale, carried)
+        if reading.suspicious:
+            reading = in_full(reading, grads, carried)
         overflow = scale is not None and optimizer is None
         damaged = self.rounds.judge(seen) if seen and not reading.suspicious else None
         problem: HyperProblem | BadState | None = self._damaging(stepped, optimizer)
@@ -122,8 +125,6 @@ class Judge:
         suspicion = Suspicion()
         if reading.suspicious or problem is not None:
             suspicion = confirm(names, grads, losses)
-            if not suspicion:
-                reading = in_full(reading, grads, factor if scale is not None and still_scaled(optimizer) else None)
             if problem is not None:
                 suspicion = Suspicion(suspicion.losses, suspicion.gradients, suspicion.loss, problem)
             elif scale is not None and suspicion and not suspicion.losses and skips_itself(optimizer):

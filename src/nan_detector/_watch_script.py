@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import sys
 import threading
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Exit status when an event stopped the script.
 STOPPED = 3
+#: How the folder for the log of a forked child begins; its process id follows.
+_CHILD = "child-"
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,7 @@ class ScriptWatch:
         self._events: list[NaNEvent] = []
         self._ending = False
         self._process = os.getpid()
+        self._earlier = self._children()
 
     def start(self) -> None:
         """Look for what trains."""
@@ -115,13 +119,21 @@ class ScriptWatch:
                 model,
                 watch=o.watch,
                 on_nan=o.on_nan,
-                log_dir=self._folder,
+                log_dir=self._log_folder(),
                 capsule=o.capsule,
                 on_event=self._on_event,
             )
 
         self._auto = AutoWatch(make)
         self._auto.__enter__()
+
+    def _log_folder(self) -> str:
+        """A forked child trains for itself: in its parent's file the lines of both would be one story."""
+        child = os.getpid() != self._process
+        return os.path.join(self._folder, f"{_CHILD}{os.getpid()}") if child else self._folder
+
+    def _children(self) -> set[str]:
+        return set(glob.glob(os.path.join(glob.escape(self._folder), f"{_CHILD}*")))
 
     def end(self, error: BaseException | None) -> None:
         """Judge what is left, and stop watching.
@@ -145,7 +157,11 @@ class ScriptWatch:
             return
         if not self._events:
             if self._auto is not None and self._auto.in_vain and not self.stopped:
-                _say("nan-detector: nothing was watched: no module of this process was trained.")
+                children = sorted(self._children() - self._earlier)
+                nothing = "nothing was watched: no module of this process was trained."
+                forked = "what its forked children trained was watched"
+                where = "".join(f"\n  log      {_relative(c)}" for c in children)
+                _say(f"nan-detector: {f'this process trained nothing; {forked}.{where}' if children else nothing}")
             return
         count, refused = len(self._events), self._auto.skipped_steps if self._auto is not None else 0
         said = [f"{count} event{'s' * (count > 1)}"]

@@ -20,6 +20,7 @@ from nan_detector import NaNDetector, NaNEvent, Trial
 from nan_detector._capsule import layout
 from nan_detector._capsule.again import again
 from nan_detector._capsule.read import open_capsule
+from nan_detector._capsule.write import _write_json
 from nan_detector._eventlog import events, read_log
 
 HERE = Path(__file__).parent
@@ -234,6 +235,13 @@ def test_a_file_in_the_way_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptur
         f"A capsule cannot be written to {tmp_path / layout.FOLDER} (File exists). Training goes on without it; make "
         "room there, or give another log_dir to the next run."
     ]
+
+
+def test_a_file_that_could_not_be_written_leaves_no_draft(tmp_path: Path):
+    (tmp_path / layout.EVENT).mkdir()  # in the way of the file
+    with pytest.raises(OSError):
+        _write_json(tmp_path / layout.EVENT, {"a": 1})
+    assert [p.name for p in tmp_path.iterdir()] == [layout.EVENT]
 
 
 def test_a_full_disk_is_a_warning_and_leaves_no_half_capsule(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -111,6 +111,11 @@ def test_a_header_without_end(capsule: Path):
     assert "is no whole safetensors file" in refusal(capsule)
 
 
+def test_a_number_beyond_every_number_in_the_history(capsule: Path):
+    changed(capsule, lambda d: d["history"].update(loss=[1.5, 10**400, 2]))
+    assert open_capsule(capsule).history["loss"] == (1.5, 2.0)
+
+
 def test_a_later_format(capsule: Path):
     changed(capsule, lambda d: d.update(format=99))
     assert refusal(capsule) == (
@@ -251,6 +256,18 @@ def test_the_program_in_it_is_not_run(capsule: Path, tmp_path: Path):
 def test_a_model_that_cannot_be_made(good: Path, model: str, line: str, capsys: pytest.CaptureFixture[str]):
     assert main(["replay", str(good), "--model", model]) == 2
     assert capsys.readouterr() == ("", f"nan-detector: {line}\n")
+
+
+@pytest.mark.parametrize("program", ["raise SystemExit(0)", "import sys\ndef make(): sys.exit()"])
+def test_a_program_that_exits_is_no_replay_that_went_well(
+    good: Path, program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    name = f"exits_{len(program)}"
+    (tmp_path / f"{name}.py").write_text(program)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["replay", str(good), "--model", f"{name}:make"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "raised SystemExit" in err
 
 
 def test_a_factory_that_needs_arguments(good: Path, capsys: pytest.CaptureFixture[str]):

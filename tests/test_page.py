@@ -10,6 +10,7 @@ import re
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -365,6 +366,17 @@ def refused(capsys: Capture, *argv: str) -> str:
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     return err.removeprefix("nan-detector: ").rstrip("\n")
+
+
+def test_a_pipe_is_written_into_and_stays_one(tmp_path: Path):
+    log, pipe = _logs.write(tmp_path), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    got: list[bytes] = []
+    reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    assert main(["report", str(log), "-o", str(pipe)]) == 0
+    reader.join(30)
+    assert pipe.is_fifo() and got and got[0].rstrip().endswith(b"</html>")
 
 
 def test_what_cannot_be_done_is_said_in_a_line(tmp_path: Path, capsys: Capture):

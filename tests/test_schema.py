@@ -127,6 +127,8 @@ def test_keys_of_a_later_release_are_allowed():
             "location.line='41' is not a whole number",
         ),
         (dataclasses.replace(EVENT, op="x", call=b"x" * 99), f"call=b'{'x' * 55}... is not a string or null"),
+        (dataclasses.replace(EVENT, step=10**400), f"step=1{'0' * 56}... is not a whole number"),
+        (GradEvent(1, "fc", "w", 10**400, 1.0), f"grad_norm=1{'0' * 56}... is not a number"),
         (GradEvent(1, "fc", "w", False, 1.0), "grad_norm=False is not a number"),
     ],
 )

@@ -21,6 +21,10 @@ _NON_FINITE = ["nan", "inf", "-inf"]
 _HINTS: dict[type[Record], dict[str, Any]] = {}
 
 
+#: No count, step or size is this large; JSON's integers have no bound, and beyond a float's they stop what draws them.
+LARGEST = 2**64
+
+
 def schema() -> dict[str, Any]:
     """The JSON schema (draft 2020-12) of one line of the log.
 
@@ -134,10 +138,14 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is dict:
         return isinstance(value, Mapping)
     if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
+        return isinstance(value, float) or (_is_int(value) and abs(value) < LARGEST)
     if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
+        return _is_int(value) and abs(value) < LARGEST
     return isinstance(value, hint)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _worded(hint: Any) -> str:

@@ -14,7 +14,7 @@ from nan_detector._capsule import layout
 from nan_detector._capsule.tensors import Reader
 from nan_detector._errors import CapsuleError
 from nan_detector._records import NaNEvent, _decode, record_from_dict
-from nan_detector._schema import mismatch
+from nan_detector._schema import LARGEST, mismatch
 
 Tensor = torch.Tensor
 
@@ -56,7 +56,11 @@ class Capsule:
         for name, values in found.items():
             if isinstance(values, tuple):
                 numbers = [_decode(v, float) for v in values]
-                out[str(name)] = tuple(float(v) for v in numbers if isinstance(v, (int, float)))
+                out[str(name)] = tuple(
+                    float(v)
+                    for v in numbers
+                    if isinstance(v, (int, float)) and (isinstance(v, float) or abs(v) < LARGEST)
+                )
         return out
 
     def step_tensors(self) -> Reader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -180,11 +181,16 @@ def _write_json(path: Path, data: Any) -> None:
 def _write_text(path: Path, text: str) -> None:
     """Write a file as a whole: under another name first, which then takes the place of what was there."""
     draft = path.with_name(f".{path.name}.new")
-    with open(draft, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+    try:
+        with open(draft, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
 
 
 def _save(path: Path, writer: Writer) -> None:

@@ -80,7 +80,7 @@ def named(option: str, value: str) -> Callable[..., Any]:
         found: Any = importlib.import_module(module)
     except ImportError as error:
         raise CommandError(f"{option}={value!r}: {error}; run this where python -c 'import {module}' works.") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # its status would be taken for the replay's
         raise CommandError(f"{option}={value!r}: importing {module} raised {type(error).__name__}: {error}") from None
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -93,7 +93,7 @@ def named(option: str, value: str) -> Callable[..., Any]:
 def _made(value: str, factory: Callable[..., Any]) -> Any:
     try:
         return factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CommandError(
             f"--model={value!r} raised {type(error).__name__}: {error}; name a function that needs no arguments."
         ) from None

@@ -76,6 +76,12 @@ def _same(one: Path, other: Path) -> bool:
 
 def _write(path: Path, text: bytes) -> None:
     """Write it whole or not at all: a page that is open in a browser, or sent by mail, is never half of one."""
+    if path.exists() and not path.is_file():  # a pipe, a device: what takes its place would be another thing
+        try:
+            path.write_bytes(text)
+        except OSError as error:
+            raise _unwritable(path, error) from None
+        return
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".report-", suffix=".html")
     except OSError as error:

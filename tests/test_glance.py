@@ -180,6 +180,36 @@ def test_layers_whose_outputs_change_their_kind() -> None:
     assert len(reached) == 40 and (reached > 0).all()
 
 
+class Varied(nn.Module):
+    """A layer that gives a tensor with values at times, and at others one without, or not as an array."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.linear, self.aside, self.calls = nn.Linear(6, 3), nn.Identity(), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        others = torch.empty(3, device="meta"), torch.ones(3), y.to_sparse(), y.to_mkldnn(), torch.empty(0)
+        self.aside(others[self.calls % 5])
+        self.calls += 1
+        return y
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_layers_whose_outputs_have_no_values(first: int) -> None:
+    model = Varied(first)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with NaNDetector(model, verbose=False, watch="layers", stop_on_first=False) as det:
+        for i in range(30):
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().mean().backward()
+            if i == 20:
+                model.linear.bias.grad[0] = math.nan  # type: ignore[index]
+            optimizer.step()
+    assert [e.step for e in det.all_events] == [20] and not det.warnings
+    assert (det.history.values["abs_max:linear"] > 0).all()
+
+
 def test_doubles_beyond_the_range_of_float_are_no_infinities() -> None:
     model = nn.Linear(6, 3).double()
     with NaNDetector(model, verbose=False, watch="layers") as det:

@@ -13,6 +13,7 @@ from nan_detector._quiet import quiet
 from nan_detector._recorder import ABSENT
 from nan_detector._state import BUG, is_replaying, logger, pickled_hook, strict
 from nan_detector._tape import tensors_in
+from nan_detector._values import has_values
 
 Tensor = torch.Tensor
 
@@ -88,7 +89,7 @@ class Layers:
         try:
             with quiet():
                 for t in tensors_in(value, 3):
-                    if t.dtype in _LOOKED_AT and t.layout is torch.strided and t.numel():
+                    if t.dtype in _LOOKED_AT and t.layout is torch.strided and has_values(t) and t.numel():
                         self._note(path, t)
             if self._backward and not path.endswith(" gradient"):
                 for t in tensors_in(value, 3):

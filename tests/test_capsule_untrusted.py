@@ -193,6 +193,29 @@ def test_json_that_is_no_step(capsule: Path, change: Callable[[Any], None]):
     assert refusal(capsule)
 
 
+def numpy_state(keys: list[int], position: int) -> Callable[[Any], None]:
+    def change(data: Any) -> None:
+        root = next(e for e in calls(data) if e["kind"] == "root")
+        root["moment"]["numpy_rng"] = ["MT19937", keys, position, 0, 0.0]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        numpy_state([1] * 624, 10**6),  # beyond its numbers: memory of others
+        numpy_state([1] * 624, -5),
+        numpy_state([2**64] * 624, 0),
+        lambda d: calls(d)[-1].update(args={"$": "tuple", "v": [{"$": "made", "v": [0, float(2**1023) * 2]}]}),
+    ],
+)
+def test_numbers_out_of_their_range(capsule: Path, change: Callable[[Any], None]):
+    changed(capsule, change)
+    (capsule / layout.STEP).write_text((capsule / layout.STEP).read_text().replace("Infinity", "1e999"))
+    assert refusal(capsule)
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

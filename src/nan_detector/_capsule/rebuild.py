@@ -91,6 +91,12 @@ class Rebuilder:
         Raises:
             CapsuleError: The JSON is not what a capsule has.
         """
+        try:
+            return self._rebuilt()
+        except OverflowError:
+            raise CapsuleError("step.json holds a number that is too large: the capsule is damaged.") from None
+
+    def _rebuilt(self) -> Rebuilt:
         tape = self.out.tape
         self._generators = [self._generator(g) for g in _listed(self.step, "generators")]
         self._tokens = [self._outside(o) for o in _listed(self.step, "outside")]
@@ -308,7 +314,7 @@ def _numpy_state(data: Any) -> Any:
     import numpy
 
     name, keys, position, has_gauss, cached = data
-    if name != "MT19937" or len(keys) != 624:
+    if name != "MT19937" or len(keys) != 624 or not 0 <= int(position) <= 624:  # NumPy reads from there, wherever it is
         raise ValueError(name)
     return (name, numpy.array(keys, dtype=numpy.uint32), int(position), int(has_gauss), float(cached))
 

@@ -277,7 +277,7 @@ def test_a_loop_that_numbers_its_batches_once_is_still_stopped() -> None:
                 faults.log_zero(model, faults.ones()).backward()
                 optimizer.step()
                 done.append(i)
-    assert 1 < len(done) < 20
+    assert done == [0]  # with one optimizer, the next forward begins another step
 
 
 # -- what a name and a second fault make of a fix ----------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class Layers:
         self.columns: list[str] = []
         #: Largest finite value of each layer's output, without what is not an output. Made anew when one changes.
         self.limits: dict[str, float] = {}
+        self._lock = threading.Lock()
         self._dtypes: dict[str, torch.dtype] = {}
         self._recorded: tuple[str, ...] = ()
         self._slots: dict[str, int] = {}
@@ -131,17 +133,18 @@ class Layers:
 
     def _place(self, path: str, t: Tensor) -> int:
         """The slot of an output that is new, or has another dtype than before."""
-        slot = self._slots.get(path)
-        self._dtypes[path] = t.dtype
-        if not path.endswith((" input", " gradient")):
-            self.limits = {**self.limits, path: torch.finfo(t.dtype).max}
-        if slot is None:
-            slot = self._slots[path] = len(self.columns)
-            self.columns.append(path)
-        # float32 would turn a double's 1e300 into an infinity that never was; halves lose nothing in it.
-        wide = any(d is torch.float64 for d in self._dtypes.values())
-        self._make_room(len(self.columns), t.device, torch.float64 if wide else torch.float32)
-        return slot
+        with self._lock:  # the model may be called by several threads, for the first time in each
+            self._dtypes[path] = t.dtype
+            if not path.endswith((" input", " gradient")):
+                self.limits = {**self.limits, path: torch.finfo(t.dtype).max}
+            slot = self._slots.get(path, len(self.columns))
+            # float32 would turn a double's 1e300 into an infinity that never was; halves lose nothing in it.
+            wide = any(d is torch.float64 for d in list(self._dtypes.values()))
+            self._make_room(max(slot + 1, len(self.columns)), t.device, torch.float64 if wide else torch.float32)
+            if slot == len(self.columns):
+                self.columns.append(path)
+            self._slots[path] = slot  # last: whoever finds it finds its place
+            return slot
 
     def _make_room(self, layers: int, device: torch.device, dtype: torch.dtype) -> None:
         old = self._extremes
@@ -152,8 +155,8 @@ class Layers:
             room = torch.zeros(max(8, 2 * layers), 2, dtype=dtype, device=device if old is None else old.device)
             if old is not None:
                 room[: len(old)].copy_(old)
-            self._extremes = room
             self.places = [(row[0], row[1]) for row in room]
+            self._extremes = room
 
     @property
     def complete(self) -> Tensor | None:

@@ -77,7 +77,7 @@ class Run:
         if not self.stopped or self.noticed or current.busy:
             return None
         told, groups = self._stopped_at
-        same_batch = self.told_step is not None and told == self.told_step
+        same_batch = optimizers > 1 and self.told_step is not None and told == self.told_step
         if self.groups - groups < (_STEPS_OF_A_BATCH if same_batch else optimizers):
             return None
         return self.book.events[0]

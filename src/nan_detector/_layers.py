@@ -61,6 +61,7 @@ class Layers:
         self.seen: dict[int, None] = {}  # slots, in the order in which they were measured in this step
         self._handles: list[Any] = []
         self._backward = backward
+        self._on_meta = any(p.is_meta for model in models for p in model.parameters())
         self._grads: list[Any] = []
         for module in dict.fromkeys(m for model in models for m in model.modules()):
             if isinstance(module, skip_types):
@@ -91,7 +92,7 @@ class Layers:
         try:
             with quiet():
                 for t in tensors_in(value, 3):
-                    if t.dtype in _LOOKED_AT and t.layout is torch.strided and has_values(t) and t.numel():
+                    if t.dtype in _LOOKED_AT and t.layout is torch.strided and self._has_values(t) and t.numel():
                         self._note(path, t)
             if self._backward and not path.endswith(" gradient"):
                 for t in tensors_in(value, 3):
@@ -102,6 +103,10 @@ class Layers:
             if strict():
                 raise
             logger.exception(BUG)
+
+    def _has_values(self, t: Tensor) -> bool:
+        # A model whose own weights are only shapes is measured in shapes.
+        return self._on_meta or has_values(t)
 
     def at_once(self, path: str, t: Tensor) -> int | None:
         """The slot of `path`, where all that `look` does for tensors like `t` is to measure them into it."""

@@ -61,7 +61,9 @@ class Layers:
         self.seen: dict[int, None] = {}  # slots, in the order in which they were measured in this step
         self._handles: list[Any] = []
         self._backward = backward
-        self._on_meta = any(p.is_meta for model in models for p in model.parameters())
+        with quiet():
+            parameters = (p for model in models for p in model.parameters())
+            self._only_shapes = any(p.numel() and not has_values(p) for p in parameters)
         self._grads: list[Any] = []
         for module in dict.fromkeys(m for model in models for m in model.modules()):
             if isinstance(module, skip_types):
@@ -106,7 +108,7 @@ class Layers:
 
     def _has_values(self, t: Tensor) -> bool:
         # A model whose own weights are only shapes is measured in shapes.
-        return self._on_meta or has_values(t)
+        return self._only_shapes or has_values(t)
 
     def at_once(self, path: str, t: Tensor) -> int | None:
         """The slot of `path`, where all that `look` does for tensors like `t` is to measure them into it."""

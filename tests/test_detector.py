@@ -75,3 +75,23 @@ def test_the_bad_step_is_among_the_losses(on_first: bool) -> None:
     assert len(losses) == (3 if on_first else 5) and losses[2] != losses[2]
     assert event is not None and event.step == 2 and event.weights == "clean"
     assert bool(model.weight.isfinite().all())
+
+
+@pytest.mark.parametrize("watch", ["step", "layers", "ops"])
+def test_a_model_whose_modules_are_lazy_is_watched_from_the_beginning(watch: str) -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(1))
+    with NaNDetector(model, verbose=False, watch=watch, stop_on_first=False) as det:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        model(torch.randn(2, 3))
+        for i in range(8):
+            if i == 5:
+                with torch.no_grad():
+                    model[0].weight[0, 0] = float("nan")
+            optimizer.zero_grad()
+            model(torch.randn(4, 3)).square().mean().backward()
+            optimizer.step()
+            if det.triggered:
+                break
+    assert det.event is not None and det.event.step == 5
+    assert det.event.tensor_name == "0.weight" and det.event.phase == "state"

@@ -7,6 +7,7 @@ import threading
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from nan_detector._before import ABS_MAX_OF
 from nan_detector._naming import Names
@@ -62,7 +63,7 @@ class Layers:
         self._handles: list[Any] = []
         self._backward = backward
         with quiet():
-            parameters = (p for model in models for p in model.parameters())
+            parameters = (p for model in models for p in model.parameters() if not is_lazy(p))
             self._only_shapes = any(p.numel() and not has_values(p) for p in parameters)
         self._grads: list[Any] = []
         for module in dict.fromkeys(m for model in models for m in model.modules()):

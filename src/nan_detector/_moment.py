@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from nan_detector._errors import ReplayRefused
 from nan_detector._python_state import MACHINERY, PythonState, is_iterator
@@ -150,7 +151,7 @@ def _version(t: Tensor) -> int:
 def _buffers(modules: list[torch.nn.Module]) -> Iterator[tuple[torch.nn.Module, str, Tensor]]:
     for m in modules:
         for n, b in m._buffers.items():
-            if b is not None:
+            if b is not None and not is_lazy(b):
                 yield m, n, b
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from nan_detector._lineage import key_of
 from nan_detector._source import argument_text
@@ -41,6 +42,8 @@ class Names:
     def _named(self, method: str) -> Iterator[tuple[str, Tensor]]:
         for key, model in self.models.items():
             for name, t in getattr(model, method)():
+                if is_lazy(t):  # there is nothing of it yet: its optimizer's first step has all named anew
+                    continue
                 yield join(key, plain_path(name, is_wrapper(model))), t
 
     def parameters(self) -> list[tuple[str, Tensor]]:

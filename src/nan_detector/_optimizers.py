@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from nan_detector._run import Run
 from nan_detector._stepped import Stepped
@@ -48,7 +49,9 @@ class Optimizers:
         if found is None or not found.fits(optimizer):
             if any(id(p) not in self.run.ours for group in optimizer.param_groups for p in group["params"]):
                 self._name_anew()  # a head that was replaced, a layer that was added
-            found = self.stepped[id(optimizer)] = Stepped(optimizer, self.run.ours)
+            found = Stepped(optimizer, self.run.ours)
+            if not any(map(is_lazy, found.parameters)):  # else it is asked again once they are there
+                self.stepped[id(optimizer)] = found
         return found
 
     def alive(self) -> list[Any]:

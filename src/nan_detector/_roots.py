@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from nan_detector._moment import Habits, Moment
 from nan_detector._patched_compile import see_compiled
@@ -252,7 +253,7 @@ def _place_of_first(module: torch.nn.Module) -> tuple[str, weakref.ref[Any]] | N
         if not isinstance(m._parameters, dict):  # TorchScript's: nobody can put another tensor there
             continue
         for name, p in m._parameters.items():
-            if isinstance(p, torch.nn.Parameter):
+            if isinstance(p, torch.nn.Parameter) and not is_lazy(p):
                 return name, weakref.ref(m)
     return None
 

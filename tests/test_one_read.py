@@ -301,11 +301,11 @@ def test_a_detector_that_reads_is_found(reads: Reads, monkeypatch: pytest.Monkey
     """The check sees into the gate: a second read there is refused."""
     import nan_detector._glance as glance
 
-    def reading(grads: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        assert grads[0].sum().item() is not None
-        return torch._foreach_norm(grads, *args, **kwargs)
+    def reading(grad: Tensor, *args: Any, **kwargs: Any) -> Any:
+        assert grad.sum().item() is not None
+        return torch.linalg.vector_norm(grad, *args, **kwargs)
 
-    monkeypatch.setattr(glance, "_foreach_norm", reading)
+    monkeypatch.setattr(glance, "_vector_norm", reading)
     model = Net()
     opt = OPTIMIZERS["sgd"](model.parameters())
     with NaNDetector(model, verbose=False), seen_by_modes(monkeypatch), NoReads("cpu"), pytest.raises(Refused):

@@ -10,15 +10,15 @@ from nan_detector._bench.timing import in_turns
 from nan_detector._bench.variants import BARE, LAYERS, STEP, variant
 from nan_detector._bench.workloads import made, named
 
-TRIES = 3  # the machine may be busy with other things
-#: W1's step takes less than 1 ms. The garbage collector counts here, and so does what is done once in 16 steps: on a
-#: machine that had much else to do, 1.26 to 1.32 was seen.
-BOUND_W1 = 1.35
+BOUND = 1.25
+#: The machine may be busy with other things. W1 needs them: its step takes 1 ms, and of a single try 1.18 to 1.28 was
+#: seen, where 1.10 is the aim.
+TRIES = 8
 
 
 @pytest.mark.parametrize(
     ("workload", "watch", "bound"),
-    [("W1", STEP, BOUND_W1), ("W3-25", STEP, 1.25), ("W1", LAYERS, 1.9), ("W3-25", LAYERS, 1.6)],
+    [("W1", STEP, BOUND), ("W3-25", STEP, BOUND), ("W1", LAYERS, 1.6), ("W3-25", LAYERS, 1.35)],
 )
 def test_overhead(workload: str, watch: str, bound: float) -> None:
     found = []
@@ -28,6 +28,7 @@ def test_overhead(workload: str, watch: str, bound: float) -> None:
         blocks = in_turns(contestants, rounds=11, budget_s=20.0)
         bare, watched = ([None if b is None else b.mean_s for b in blocks[name]] for name in (BARE, watch))
         found.append(spread(ratios(watched, bare)).median)
+        print(f"{workload}, {watch}: {found[-1]:.3f}")
         if found[-1] <= bound:
             return
     pytest.fail(f"{workload}, {watch}: {', '.join(f'{v:.3f}' for v in found)}, allowed is {bound}")

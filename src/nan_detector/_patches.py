@@ -56,8 +56,9 @@ def _install() -> None:
     wrap(torch.amp.GradScaler, "unscale_", _unscale)
     wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", _next_batch)
     # Every optimizer step opens one. Its operation takes a slow way through PyTorch when a function mode is there.
-    wrap(torch.autograd.profiler.record_function, "__enter__", _record_begins)
-    wrap(torch.autograd.profiler.record_function, "__exit__", _record_ends)
+    # It is opened twice in an ordinary step, and TorchDynamo never traces it: no question is asked in between.
+    wrap(torch.autograd.profiler.record_function, "__enter__", _record_begins, bare=True)
+    wrap(torch.autograd.profiler.record_function, "__exit__", _record_ends, bare=True)
     wrap_apply()
     wrap_compiled_calls()
     wrap_compiled_modules()

@@ -39,6 +39,7 @@ class Stepped:
         self.forewarning = Forewarning()
         self.call = -1  # the call of a step that the early warnings were fed in last
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self._places: tuple[Tensor, Tensor, list[Tensor]] | None = None
         self._kept: list[tuple[list[Any], int]] | None = None
         self._columns: dict[tuple[int, bool, int], tuple[str, ...]] = {}
 
@@ -70,6 +71,17 @@ class Stepped:
         plain = all(_is_fixed(v) for v in values)
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._kept = list(zip(groups, sizes, strict=True)) if plain else None
+
+    def places_like(self, row: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """A vector like `row` to be measured into, and views of its first element and of each other: made once."""
+        known = self._places
+        if known is None or known[0].shape != row.shape or known[0].device != row.device:
+            # Made inside the user's inference_mode it could never be written outside it.
+            with torch.inference_mode(False), torch.no_grad():
+                scratch = torch.zeros_like(row)
+                first, *others = scratch.unbind()
+                known = self._places = (scratch, first, others)
+        return known
 
     def gradients(self) -> tuple[list[str], list[Tensor]]:
         """Names and gradients of the parameters that have one."""

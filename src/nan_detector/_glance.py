@@ -17,7 +17,6 @@ import torch
 from nan_detector._gate import Reading
 from nan_detector._hyper import bad_hyperparameter
 from nan_detector._layers import Layers
-from nan_detector._norms import MANY, fused
 from nan_detector._quiet import quiet
 from nan_detector._records import StepRow
 from nan_detector._run import Run
@@ -133,10 +132,8 @@ def _measured(
                 for g, place in zip(grads, places, strict=True):
                     _vector_norm(g, out=place)
                 row.copy_(scratch)
-            elif count < MANY:
-                _stack([loss, *_foreach_norm(grads, 2, dtype=torch.float32)], out=part)
             else:
-                torch.cat([loss.reshape(1), fused(grads, torch.float32)], out=part)
+                _stack([loss, *_foreach_norm(grads, 2, dtype=torch.float32)], out=part)
             values: list[float] = (row if state is None else torch.cat([row, state])).tolist()
             norms = values[width + 1 : width + 1 + count]
             largest = max(norms)

@@ -27,6 +27,9 @@ TORCHLENS = "torchlens, a logged forward per step"
 SHERLORCH = "sherlorch.trace"
 
 _WARM = 4
+#: Where a block has many steps: what is done once after attaching (the plan of what is looked at in turn, made at the
+#: 16th gate) would otherwise count in each block, as if a run attached itself every hundred steps.
+_MANY_STEPS, _WARM_LONG = 32, 20
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Variant:
     def contestant(self, task: Task, steps: int) -> Contestant:
         """It, for the clock, with the weights that all variants of a workload share."""
         # Ours looks closely at a model's first calls; of the others the second step is like all.
-        warm = _WARM if self.level is not None else 2
+        warm = 2 if self.level is None else _WARM if steps < _MANY_STEPS else _WARM_LONG
         settle: Callable[[], object] = torch.cuda.synchronize if task.x.is_cuda else _settled
         if self.slow:
             return Contestant(self.name, lambda: self.watch(task), max(1, steps // 4), warm, every=3, settle=settle)

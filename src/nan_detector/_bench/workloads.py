@@ -202,7 +202,7 @@ WORKLOADS: tuple[Workload, ...] = (
         "W1",
         "MLP 64-256-256-10, batch 64",
         lambda device: Task(perceptron().to(device), torch.randn(64, 64, device=device), _classes(64, device)),
-        16,
+        96,
         {"step": 1.10, "layers": 1.20},
     ),
     Workload(

@@ -15,7 +15,7 @@ import torch
 
 from nan_detector._capsule.layout import MAX_DEPTH
 from nan_detector._errors import CapsuleError
-from nan_detector._tape import Made, Outside, Packed
+from nan_detector._tape import Packed
 
 #: Key of an object that stands for a value which JSON has no form for.
 KIND = "$"
@@ -152,11 +152,6 @@ _SIMPLE: dict[str, Callable[[Any], Any]] = {
     "ellipsis": lambda v: ...,
     "format": lambda v: _FORMATS[v],
 }
-
-
-def is_token(value: Any) -> bool:
-    """True for what stands for a tensor on the tape."""
-    return isinstance(value, (Made, Outside))
 
 
 def _short(value: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -203,11 +203,6 @@ class TapeWriter:
                     if value is generator and id(module) in self.paths:
                         return {**out, "module": self.paths[id(module)], "attribute": name}
         return out
-
-
-def batch_names(outside: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Names of the tensors that came from outside the step, as a loss function gets them."""
-    return [str(o["name"]) for o in outside if o.get("name") and o.get("tensor")]
 
 
 def needed_entries(entries: list[Entry]) -> list[Entry]:

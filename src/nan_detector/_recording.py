@@ -201,43 +201,28 @@ def _entry(
     place: Place,
     kind: CallKind,
 ) -> Entry:
-    if _function_modes() or _dispatch_modes():
-        grad_enabled = torch.is_grad_enabled()
-        with quiet():
-            entry = _new_entry(session, func, args, kwargs, place, kind)
-        entry.grad_enabled = grad_enabled
+    grad_enabled = _is_grad_enabled()
+    with hidden():
+        tape = session.tape
+        if kind is CallKind.IN_PLACE:
+            _save_target(session, args, kwargs)
+        begun = tape.begun
+        entry = Entry(func, tape.encode(args), tape.encode(kwargs) if kwargs else kwargs, place[0], grad_enabled)
+        if _any_autocast():
+            entry.autocast = autocast_state()
+        if begun is False and tape.begun and getattr(getattr(func, "__self__", None), "__name__", "") in _ATTRIBUTES:
+            tape.begun = False  # reading an attribute uses no weight
+        if kind is CallKind.IN_PLACE or kind is CallKind.STATE or "out" in kwargs:
+            entry.writes = True
+        if place[1] is not None:
+            entry.owner = place[1]
+        if kind is CallKind.BACKWARD:
+            entry.kind = "backward"
+        elif kind is CallKind.RANDOM:
+            entry.rng = rng_state()
+            gens = [v for v in kwargs.values() if isinstance(v, torch.Generator)]
+            entry.generators = tuple((g, g.get_state()) for g in gens)
         return entry
-    return _new_entry(session, func, args, kwargs, place, kind)
-
-
-def _new_entry(
-    session: Session,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    place: Place,
-    kind: CallKind,
-) -> Entry:
-    tape = session.tape
-    if kind is CallKind.IN_PLACE:
-        _save_target(session, args, kwargs)
-    begun = tape.begun
-    entry = Entry(func, tape.encode(args), tape.encode(kwargs) if kwargs else kwargs, place[0], torch.is_grad_enabled())
-    if _any_autocast():
-        entry.autocast = autocast_state()
-    if begun is False and tape.begun and getattr(getattr(func, "__self__", None), "__name__", "") in _ATTRIBUTES:
-        tape.begun = False  # reading an attribute uses no weight
-    if kind is CallKind.IN_PLACE or kind is CallKind.STATE or "out" in kwargs:
-        entry.writes = True
-    if place[1] is not None:
-        entry.owner = place[1]
-    if kind is CallKind.BACKWARD:
-        entry.kind = "backward"
-    elif kind is CallKind.RANDOM:
-        entry.rng = rng_state()
-        gens = [v for v in kwargs.values() if isinstance(v, torch.Generator)]
-        entry.generators = tuple((g, g.get_state()) for g in gens)
-    return entry
 
 
 def _looked(session: Session, args: tuple[Any, ...], value: float | None, mark: Mark | None) -> None:

@@ -119,11 +119,11 @@ def reads() -> Iterator[Reads]:
         finally:
             torch.cuda.set_sync_debug_mode(mode)
 
-    Tensor.tolist = tolist  # type: ignore[method-assign, assignment]
+    Tensor.tolist = tolist  # type: ignore[method-assign, assignment]  # counted for this run
     try:
         yield found
     finally:
-        Tensor.tolist = fetch  # type: ignore[method-assign]
+        Tensor.tolist = fetch  # type: ignore[method-assign]  # as it was
 
 
 if __name__ == "__main__":

@@ -269,12 +269,12 @@ def dropped_quotient(model: nn.Module, x: Tensor) -> Tensor:
 class Inverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)  # type: ignore[attr-defined]
+        ctx.save_for_backward(x)
         return x.clone()
 
     @staticmethod
     def backward(ctx: object, g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+        (x,) = ctx.saved_tensors
         return g / x
 
 

@@ -95,7 +95,7 @@ def footprint() -> dict[str, object]:
 def left_behind(before: Mapping[str, object], patience_s: float = 2.0) -> list[str]:
     """One sentence for each thing that is not as it was; a thread that is ending gets `patience_s` seconds to."""
     deadline = time.monotonic() + patience_s
-    while _own_threads() - before["threads"] and time.monotonic() < deadline:  # type: ignore[operator]
+    while _own_threads() - before["threads"] and time.monotonic() < deadline:
         time.sleep(0.01)
     after = footprint()
     return [

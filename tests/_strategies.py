@@ -58,11 +58,11 @@ def same(a: object, b: object) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, Record):
-        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))  # type: ignore[arg-type]
+        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in dataclasses.fields(a))
     if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))  # type: ignore[arg-type]
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)  # type: ignore[attr-defined, index]
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
     if isinstance(a, float) and math.isnan(a):
-        return math.isnan(b)  # type: ignore[arg-type]
+        return math.isnan(b)
     return a == b

@@ -104,7 +104,7 @@ def test_two_models_in_turns():
             (torch.log(fake - 1e3) if step == 2 else fake).mean().backward()
             opt_g.step()
         assert planted_events(auto) == [(5, "log")]
-        assert set(auto.detector._models) == {"", "Linear"}  # type: ignore[union-attr]
+        assert set(auto.detector._models) == {"", "Linear"}
 
 
 def test_models_that_come_one_after_the_other_are_let_go():
@@ -146,7 +146,7 @@ def test_a_part_that_is_thawed_later():
         body.requires_grad_(True)
         train(head, 3, optimizer, bad=1, call=lambda x: head(body(x)))
         assert planted_events(auto) == [(4, "log")]
-        assert {id(body), id(head)} == {id(m) for m in auto.detector._models.values()}  # type: ignore[union-attr]
+        assert {id(body), id(head)} == {id(m) for m in auto.detector._models.values()}
 
 
 def test_a_lazy_model():
@@ -166,7 +166,7 @@ def test_a_model_of_torchscript(how: str):
     with watching() as auto:
         train(model, 4, bad=2)
         assert planted_events(auto) == [(2, None)]
-        assert "TorchScript" in " ".join(auto.detector.event.notes)  # type: ignore[union-attr]
+        assert "TorchScript" in " ".join(auto.detector.event.notes)
         assert model.weight.isfinite().all()
 
 
@@ -207,7 +207,7 @@ def test_an_evaluation_and_a_loss_module_are_no_models():
             evaluated(torch.ones(2, 3))
         for _ in range(2):
             criterion(model(torch.ones(2, 3)), torch.ones(2, 1)).backward()
-        assert list(auto.detector._models.values()) == [model]  # type: ignore[union-attr]
+        assert list(auto.detector._models.values()) == [model]
 
 
 def test_a_call_that_was_interrupted_does_not_hide_what_comes():
@@ -270,7 +270,7 @@ def test_parameters_of_no_module():
             (torch.sqrt(out - 50) if step == 4 else out.square()).mean().backward()
             optimizer.step()
         assert planted_events(auto) == [(3, "sqrt")]  # the first step showed that no module is trained
-        assert w.isfinite().all() and auto.detector.event.reproduced == "yes"  # type: ignore[union-attr]
+        assert w.isfinite().all() and auto.detector.event.reproduced == "yes"
 
 
 def test_a_model_that_is_never_called_itself():

@@ -113,7 +113,7 @@ def test_between_modules_is_root() -> None:
 
 
 class KeywordOnly(Between):
-    def forward(self, *, pixels: Tensor, extra: dict[str, Tensor] | None = None) -> Tensor:  # type: ignore[override]
+    def forward(self, *, pixels: Tensor, extra: dict[str, Tensor] | None = None) -> Tensor:
         assert extra is not None
         h = self.inner(pixels)
         return self.outer(h / extra["scale"])  # <-- birth

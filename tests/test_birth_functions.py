@@ -111,7 +111,7 @@ def test_apply_captured_before_attach_in_the_loss(apply: Any, function: Any) -> 
 
 def unseen(x: Tensor) -> Tensor:
     """Past everything that can be seen from Python."""
-    return torch._C._FunctionBase.__dict__["apply"].__get__(None, Ratio)(x)  # type: ignore[no-any-return]
+    return torch._C._FunctionBase.__dict__["apply"].__get__(None, Ratio)(x)
 
 
 def test_a_function_that_cannot_be_seen_is_admitted() -> None:
@@ -301,7 +301,7 @@ def test_transforms_in_a_model(name: str) -> None:
 
 def functional_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
     def loss(parameters: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(model, parameters, (batch,)).sqrt().mean()  # type: ignore[no-any-return]
+        return torch.func.functional_call(model, parameters, (batch,)).sqrt().mean()
 
     gradients = torch.func.grad(loss)(dict(model.named_parameters()))
     for name, p in model.named_parameters():

@@ -75,8 +75,8 @@ def test_hook_on_a_parameter(when: str) -> None:
         model.scale.weight.register_hook(hook)
 
     def step(m: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
-        if when == "after" and not calls and not m.scale.weight._backward_hooks:  # type: ignore[union-attr]
-            m.scale.weight.register_hook(hook)  # type: ignore[union-attr, operator]
+        if when == "after" and not calls and not m.scale.weight._backward_hooks:
+            m.scale.weight.register_hook(hook)
         plain_step(m, optimizer, batch)
 
     born(train(model, two(HEALTHY, ZEROS), step), divide, op="div", layer=None)
@@ -107,7 +107,7 @@ def test_forward_hook_that_replaces_an_output() -> None:
 
 def test_forward_hook_registered_after_attach() -> None:
     def step(m: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
-        handle = m.part.register_forward_hook(lambda mod, args, out: root(out - 1))  # type: ignore[union-attr, operator]
+        handle = m.part.register_forward_hook(lambda mod, args, out: root(out - 1))
         plain_step(m, optimizer, batch)
         handle.remove()
 
@@ -154,7 +154,7 @@ def test_edits_between_backward_and_step(name: str) -> None:
 
 def normalise(model: nn.Module) -> None:
     for p in model.parameters():
-        norm = p.grad.norm()  # type: ignore[union-attr]
+        norm = p.grad.norm()
         p.grad = p.grad / norm  # <-- birth
 
 
@@ -200,7 +200,7 @@ def test_a_hook_of_the_step_itself_runs_once_in_a_replay(capsys: pytest.CaptureF
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
         optimizer.zero_grad()
-        model.weight.register_hook(halve)  # type: ignore[union-attr, operator]
+        model.weight.register_hook(halve)
         root(model(batch)).mean().backward()
         optimizer.step()
 

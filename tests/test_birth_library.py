@@ -279,7 +279,7 @@ def test_birth_inside_a_function_of_the_library_is_the_users_line(loss: Any, ins
             m.bad = batch[1]
             return m(batch[0])
     else:
-        module = Net()  # type: ignore[assignment]
+        module = Net()
 
         def loss_of(m: Any, batch: Any) -> Tensor:
             return loss(m(batch[0]), batch[1])

@@ -146,7 +146,7 @@ def test_a_later_evaluation_of_the_closure() -> None:
             loss.backward()
             return loss
 
-        opt.step(closure)  # type: ignore[arg-type]
+        opt.step(closure)
 
     optimizer = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=4)
     born(train(model, [HEALTHY], step, optimizer=optimizer), root, op="sqrt", layer=None, step=0)
@@ -166,8 +166,8 @@ class Lookup(nn.Module):
         else:
             self.table = nn.Embedding(6, 4, sparse=True)
         with torch.no_grad():
-            self.table.weight.fill_(0.5)  # type: ignore[union-attr, operator]
-            self.table.weight[5] = 0.0  # type: ignore[index, operator]
+            self.table.weight.fill_(0.5)
+            self.table.weight[5] = 0.0
         self.bag = bag
 
     def forward(self, idx: Tensor) -> Tensor:
@@ -317,7 +317,7 @@ def test_backpropagation_through_earlier_steps() -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
         optimizer.zero_grad()
         held.append(model(batch))
-        loss = F.mse_loss(root(sum(held[:-1], held[-1])), batch)  # type: ignore[arg-type]
+        loss = F.mse_loss(root(sum(held[:-1], held[-1])), batch)
         loss.backward(retain_graph=True)
         optimizer.step()
 

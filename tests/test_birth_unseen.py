@@ -117,7 +117,7 @@ class Layerwise(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.01, "eps": eps})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 p.add_(p.grad * trust(p, p.grad, group["eps"]), alpha=-group["lr"])
@@ -301,7 +301,7 @@ def test_the_librarys_own_check_raises_before_there_is_a_loss() -> None:
 
 def per_sample_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     def loss(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
-        return torch.func.functional_call(model, parameters, (row,)).square().sum().sqrt()  # type: ignore[no-any-return]
+        return torch.func.functional_call(model, parameters, (row,)).square().sum().sqrt()
 
     gradients = torch.func.vmap(torch.func.grad(loss), (None, 0))(dict(model.named_parameters()), x)
     for name, p in model.named_parameters():

@@ -26,10 +26,10 @@ aten = torch.ops.aten
         (torch.Tensor.__setitem__, CallKind.IN_PLACE),
         (torch._foreach_add_, CallKind.IN_PLACE),
         (torch.Tensor.__invert__, CallKind.PLAIN),
-        (torch.Tensor.grad.__get__, CallKind.PLAIN),  # type: ignore[attr-defined]
-        (torch.Tensor.grad.__set__, CallKind.IN_PLACE),  # type: ignore[attr-defined]
-        (torch.Tensor.data.__set__, CallKind.IN_PLACE),  # type: ignore[attr-defined]
-        (torch.Tensor.shape.__get__, CallKind.IGNORE),  # type: ignore[attr-defined]
+        (torch.Tensor.grad.__get__, CallKind.PLAIN),
+        (torch.Tensor.grad.__set__, CallKind.IN_PLACE),
+        (torch.Tensor.data.__set__, CallKind.IN_PLACE),
+        (torch.Tensor.shape.__get__, CallKind.IGNORE),
         (torch.Tensor.size, CallKind.IGNORE),
         (torch.Tensor.requires_grad_, CallKind.STATE),
         (torch.rand_like, CallKind.RANDOM),
@@ -45,7 +45,7 @@ def test_the_kind_of_a_call(func: Any, kind: CallKind) -> None:
 
 def test_a_callable_that_cannot_be_looked_up_is_plain() -> None:
     class Unhashable:
-        __hash__ = None  # type: ignore[assignment]
+        __hash__ = None
 
         def __call__(self) -> None: ...
 
@@ -59,7 +59,7 @@ def test_a_callable_that_cannot_be_looked_up_is_plain() -> None:
         (torch.Tensor.__rsub__, "sub"),
         (torch.Tensor.__imul__, "mul"),
         (torch.Tensor.sqrt_, "sqrt"),
-        (torch.Tensor.grad.__get__, "grad"),  # type: ignore[attr-defined]
+        (torch.Tensor.grad.__get__, "grad"),
         (F.cross_entropy, "cross_entropy"),
     ],
 )

@@ -131,7 +131,7 @@ def test_explain_names_the_value_and_the_way_out():
 
 def test_the_list_cannot_be_changed():
     with pytest.raises(TypeError):
-        CAUSES["mine"] = CAUSES["unknown"]  # type: ignore[index]
+        CAUSES["mine"] = CAUSES["unknown"]
 
 
 def test_cause_takes_texts_from_the_list_and_evidence_from_the_rule():

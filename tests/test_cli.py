@@ -154,8 +154,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return 7
 
     fake = types.ModuleType("nan_detector._watch_script")
-    fake.run_script = run_script  # type: ignore[attr-defined]
-    fake.Watching = Watching  # type: ignore[attr-defined]
+    fake.run_script = run_script
+    fake.Watching = Watching
     monkeypatch.setitem(sys.modules, "nan_detector._watch_script", fake)
     return got
 

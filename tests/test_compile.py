@@ -174,7 +174,7 @@ def test_a_nan_in_compiled_code_is_found(when: str, given: str, watch: str) -> N
 @pytest.mark.parametrize("watch", ["step", "layers"])
 def test_aot_eager(watch: str) -> None:
     same(bare(backend="aot_eager"), watched("attached", "inner", watch, backend="aot_eager"))
-    event = watched("attached", "inner", watch, backend="aot_eager", bad=BAD).det.event  # type: ignore[union-attr]
+    event = watched("attached", "inner", watch, backend="aot_eager", bad=BAD).det.event
     assert event is not None and (event.op, event.reproduced) == ("sqrt", "yes")
 
 

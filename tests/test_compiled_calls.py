@@ -23,7 +23,7 @@ compiled: list[Any] = []
 def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
     """Counts what is compiled, and runs it as it is."""
     compiled.append(graph)
-    return graph.forward  # type: ignore[no-any-return]
+    return graph.forward
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +50,7 @@ bound_before = Root.apply
 
 
 def by_name(x: Tensor) -> Tensor:
-    return Root.apply(x)  # type: ignore[no-any-return]
+    return Root.apply(x)
 
 
 @pytest.mark.parametrize("formula", [bound_before, by_name])

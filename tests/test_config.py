@@ -145,7 +145,7 @@ def test_protection_is_known(value: str):
 
 def test_the_record_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config().verbose = False  # type: ignore[misc]
+        config().verbose = False
 
 
 @pytest.mark.parametrize(

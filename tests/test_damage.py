@@ -53,7 +53,7 @@ class Ratio(torch.optim.Optimizer):
         super().__init__(params, {"lr": 1e-6})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for p in (p for group in self.param_groups for p in group["params"]):
             state = self.state[p]
             mean = state.setdefault("exp_avg", torch.zeros_like(p)).mul_(0.9).add_(p.grad, alpha=0.1)
@@ -190,7 +190,7 @@ class Normalised(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 p -= group["lr"] * p.grad / p.grad.norm()  # <-- here
@@ -221,7 +221,7 @@ class Belief(torch.optim.Optimizer):
         super().__init__(params, {"lr": 1e-3})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for p in (p for group in self.param_groups for p in group["params"]):
             state = self.state[p]
             slow = state.setdefault("slow", torch.zeros_like(p)).lerp_(p.grad, 0.1)
@@ -353,7 +353,7 @@ def test_state_that_is_spoilt_in_place_is_blamed_for_the_weights() -> None:
 class Extremes(torch.optim.SGD):
     """Remembers the least gradient seen, which begins at infinity: meant to be so."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
                 least = self.state[p].setdefault("least", torch.full_like(p, float("inf")))
@@ -393,7 +393,7 @@ def test_a_row_that_was_bad_long_before_it_was_used() -> None:
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with torch.no_grad():
-        model[0].weight[7] = float("nan")  # type: ignore[index]
+        model[0].weight[7] = float("nan")
     with detector(model) as det:
         for i in range(5):
             step(model, optimizer, torch.tensor([1, 2, 3 if i < 3 else 7]))

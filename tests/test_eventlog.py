@@ -140,7 +140,7 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path):
             thread.join()
     records = read_log(tmp_path)
     for rank in range(8):
-        assert [r.step for r in records if r.rank == rank] == list(range(200))  # type: ignore[attr-defined]
+        assert [r.step for r in records if r.rank == rank] == list(range(200))
 
 
 def test_an_event_outlives_the_kill_of_its_process(tmp_path: Path):
@@ -158,7 +158,7 @@ def test_an_event_outlives_the_kill_of_its_process(tmp_path: Path):
         tmp_path,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert [r.step for r in read_log(tmp_path)] == [1, 2]  # type: ignore[attr-defined]
+    assert [r.step for r in read_log(tmp_path)] == [1, 2]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
@@ -324,7 +324,7 @@ def test_a_folder_is_read_rank_by_rank(tmp_path: Path):
         with EventLog(tmp_path, rank=rank) as log:
             log.write(replace(RUN, rank=rank))
     (tmp_path / "notes.txt").write_text("not a log")
-    assert [r.rank for r in read_log(tmp_path)] == [0, 2, 10]  # type: ignore[attr-defined]
+    assert [r.rank for r in read_log(tmp_path)] == [0, 2, 10]
 
 
 def test_a_folder_without_a_log_says_what_to_name(tmp_path: Path):
@@ -432,7 +432,7 @@ def test_any_json_in_a_field_is_read_or_refused(
 def test_words_of_a_later_release_are_read(tmp_path: Path):
     (tmp_path / "log.jsonl").write_text(line_of(EVENT, phase="sampling", new_key={"a": 1}) + "\n")
     (record,) = read_log(tmp_path / "log.jsonl")
-    assert same(record, replace(EVENT, phase="sampling"))  # type: ignore[arg-type]
+    assert same(record, replace(EVENT, phase="sampling"))
 
 
 # Events

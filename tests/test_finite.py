@@ -211,9 +211,9 @@ def sharded() -> torch.Tensor:
         def __torch_dispatch__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
             raise AssertionError(f"{func} on the whole tensor would wait for the other ranks")
 
-    whole = torch.Tensor._make_wrapper_subclass(Sharded, (4, 2), dtype=torch.float32)  # type: ignore[attr-defined]
+    whole = torch.Tensor._make_wrapper_subclass(Sharded, (4, 2), dtype=torch.float32)
     whole._local_tensor = torch.tensor([[1.0, 2.0], [NAN, 4.0]])
-    return whole  # type: ignore[no-any-return]
+    return whole
 
 
 def pairs(*values: complex, dtype: torch.dtype = torch.complex64) -> torch.Tensor:
@@ -368,7 +368,7 @@ def test_a_tensor_like_that_cannot_sum_is_not_judged():
         def __torch_dispatch__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
             raise NotImplementedError(f"{func} is not for this tensor")
 
-    odd = torch.Tensor._make_wrapper_subclass(Odd, (2,), dtype=torch.float32)  # type: ignore[attr-defined]
+    odd = torch.Tensor._make_wrapper_subclass(Odd, (2,), dtype=torch.float32)
     assert is_finite(odd)
 
 
@@ -541,7 +541,7 @@ def test_it_works_in_inference_mode(use: Callable[[torch.Tensor], object]):
     for result in (other, late):
         same = (
             torch.equal(torch.nan_to_num(found), torch.nan_to_num(result)) if isinstance(found, torch.Tensor) else None
-        )  # type: ignore[arg-type]
+        )
         assert same or repr(found) == repr(result)
 
 

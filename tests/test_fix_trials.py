@@ -100,7 +100,7 @@ CASES = [
 
 @pytest.mark.parametrize(("loss_of", "code", "text"), CASES, ids=[getattr(c, "values", c)[0].__name__ for c in CASES])
 def test_a_form_that_fits_the_cause_makes_the_step_finite(loss_of: object, code: str, text: str) -> None:
-    run = train(faults.Net(), [faults.ones()], loss_of)  # type: ignore[arg-type]
+    run = train(faults.Net(), [faults.ones()], loss_of)
     assert run.event.cause is not None
     assert run.event.cause.code == code, run.event
     fix = fix_of(run)
@@ -119,7 +119,7 @@ IN_HALF = [
 
 @pytest.mark.parametrize(("loss_of", "code", "text"), IN_HALF, ids=[c[0].__name__ for c in IN_HALF])
 def test_half_precision(loss_of: object, code: str, text: str) -> None:
-    run = train(faults.Net(HALF), [faults.ones(dtype=HALF)], loss_of)  # type: ignore[arg-type]
+    run = train(faults.Net(HALF), [faults.ones(dtype=HALF)], loss_of)
     assert run.event.cause is not None
     assert run.event.cause.code == code
     fix = fix_of(run)

@@ -108,7 +108,7 @@ def test_a_parameter_added_on_the_way_is_judged() -> None:
             loss = F.cross_entropy(model["a"](x) + model["b"](x), torch.randint(0, 3, (4,)))
             loss.backward()
             if i == 20:
-                model["b"].weight.grad[0, 0] = math.nan  # type: ignore[index, union-attr]
+                model["b"].weight.grad[0, 0] = math.nan
             optimizer.step()
     assert [e.step for e in det.all_events] == [20]
 
@@ -129,7 +129,7 @@ def test_a_parameter_replaced_on_the_way_is_judged(how: str) -> None:
             optimizer.zero_grad()
             F.cross_entropy(model(torch.randn(4, 6)), torch.randint(0, 3, (4,))).backward()
             if i == 20:
-                model[2].weight.grad[0, 0] = math.nan  # type: ignore[index, union-attr]
+                model[2].weight.grad[0, 0] = math.nan
             optimizer.step()
     assert [e.step for e in det.all_events] == [20]
     assert all(p.isfinite().all() for p in model.parameters())
@@ -204,7 +204,7 @@ def test_layers_whose_outputs_have_no_values(first: int) -> None:
             optimizer.zero_grad()
             model(torch.randn(4, 6)).square().mean().backward()
             if i == 20:
-                model.linear.bias.grad[0] = math.nan  # type: ignore[index]
+                model.linear.bias.grad[0] = math.nan
             optimizer.step()
     assert [e.step for e in det.all_events] == [20] and not det.warnings
     assert (det.history.values["abs_max:linear"] > 0).all()

@@ -146,7 +146,7 @@ def test_near_misses_pass(group: dict[str, object]) -> None:
 
 def test_a_group_without_any_of_the_keys_passes() -> None:
     class Bare(torch.optim.Optimizer):
-        def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        def step(self, closure: Callable[[], float] | None = None) -> None:
             return None
 
     assert bad_hyperparameter(Bare([parameter()], {})) is None
@@ -325,4 +325,4 @@ def test_groups_without_eps_are_quiet() -> None:
 
 def test_a_problem_is_frozen() -> None:
     with pytest.raises(AttributeError):
-        found(adam(lr=NAN)).value = 0.0  # type: ignore[misc]
+        found(adam(lr=NAN)).value = 0.0

@@ -35,7 +35,7 @@ def run(steps: int, bad: Iterable[int], *, told: bool = False, **options: Any) -
                 optimizer.step()
             except NonFiniteError as error:
                 assert error.event in det.all_events
-                det.error = error  # type: ignore[attr-defined]
+                det.error = error
                 break
     assert options.get("on_nan") == "warn" or all(bool(p.isfinite().all()) for p in model.parameters())
     return det, begun
@@ -48,7 +48,7 @@ def test_so_many_in_a_row_are_enough(on_nan: Any, stop_on_first: bool, told: boo
     options = {"on_nan": on_nan, "stop_on_first": stop_on_first, "told": told}
     det, begun = run(20, [2, 3, 4, 6, 7, 9, 10, 11, 12, 13], max_skips=3, **options)
     assert begun == 13, "three in a row are let pass, the fourth is not"
-    error = det.error  # type: ignore[attr-defined]
+    error = det.error
     message = str(error)
     assert "4 steps in a row were dropped: more than max_skips=3 allows (9 in all)" in message, message
     assert "allow more with max_skips" in message
@@ -61,9 +61,7 @@ def test_a_share_of_the_last_hundred_steps(on_nan: str) -> None:
     bad = [10, 90, 115, 195, 200]
     det, begun = run(300, bad, on_nan=on_nan, max_skips=0.02)
     assert begun == 201
-    assert "3 steps of the last 100 were dropped: more than max_skips=0.02 allows" in str(
-        det.error  # type: ignore[attr-defined]
-    )
+    assert "3 steps of the last 100 were dropped: more than max_skips=0.02 allows" in str(det.error)
 
 
 def test_a_share_is_of_a_hundred_steps_from_the_first_on() -> None:

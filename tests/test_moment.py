@@ -130,7 +130,7 @@ def test_a_moment_keeps_no_graph() -> None:
     moment = habits.start(model)
     assert all(v.grad_fn is None for _, _, v in moment.attributes if isinstance(v, Tensor))
     restore(moment)
-    assert model.nested["h"][0].grad_fn is None  # type: ignore[attr-defined]
+    assert model.nested["h"][0].grad_fn is None
 
 
 class Thing:
@@ -184,7 +184,7 @@ def test_a_picture_puts_everything_back_in_place() -> None:
     values["array"][0] = 7.0
     thing.values.append(2)
     thing.n, slotted.n, Thing.total = 1, 1, 1
-    thing.new = 1  # type: ignore[attr-defined]
+    thing.new = 1
     nonlocal_counter()
     _bump()
     assert state.changed()
@@ -222,11 +222,11 @@ def test_iterators_are_named_and_files_are_not(tmp_path: Any) -> None:
 def test_a_snapshot_puts_back_modules_modes_and_attributes_that_came_and_went() -> None:
     model = Model(_nothing)
     iterator = iter([1, 2])
-    model.source = iterator  # type: ignore[assignment]
+    model.source = iterator
     snapshot = Snapshot([model, model.norm], [model.generator])
     with pytest.raises(ReplayRefused, match="'source' of Model is an iterator"):
-        next(model.source)  # type: ignore[call-overload]
-    model.new = 1  # type: ignore[assignment]
+        next(model.source)
+    model.new = 1
     del model.cache
     model.count = 5
     model.eval()

@@ -51,7 +51,7 @@ def cell(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     name = request.param
     shell = Shell({name: 3} if name.endswith(".py") else {})
     ipython = types.ModuleType("IPython")
-    ipython.get_ipython = lambda: shell  # type: ignore[attr-defined]
+    ipython.get_ipython = lambda: shell
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     linecache.cache[name] = (len(CELL), None, CELL.splitlines(keepends=True), name)
     names: dict[str, object] = {}
@@ -96,7 +96,7 @@ def test_detect_nan_says_so_too(cell: dict[str, object]):
 )
 def test_where_ipython_does_not_know_there_is_no_cell(get_ipython: object, monkeypatch: pytest.MonkeyPatch):
     ipython = types.ModuleType("IPython")
-    ipython.get_ipython = get_ipython  # type: ignore[attr-defined]
+    ipython.get_ipython = get_ipython
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     assert cell_of("/tmp/ipykernel_1/2.py") is None
 

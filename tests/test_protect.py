@@ -26,7 +26,7 @@ class Fussy(torch.optim.SGD):
         self.spoil = False
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
         if self.spoil:
             for p in self.param_groups[0]["params"]:
@@ -152,7 +152,7 @@ def test_with_a_closure() -> None:
         spoil = False
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        def step(self, closure: Any = None) -> Any:
             loss = super().step(closure)
             if self.spoil:
                 self.param_groups[0]["params"][0].div_(0.0)
@@ -188,7 +188,7 @@ def test_a_step_that_raises_half_way_is_undone_where_it_has_done_damage() -> Non
         broken = False
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        def step(self, closure: Any = None) -> Any:
             super().step(closure)
             if self.broken:
                 self.param_groups[0]["params"][0].div_(0.0)
@@ -267,7 +267,7 @@ def test_the_memory_of_the_copy_is_used_again_and_given_back() -> None:
     with detector(run.model, protect="full") as det:
         run.step(0)
         run.step(1)
-        aftermath = det._engine.aftermath  # type: ignore[union-attr]
+        aftermath = det._engine.aftermath
         (shadow,) = aftermath._shadows.values()
         used = {k.value.data_ptr() for k in shadow.tensors}
         run.step(2)
@@ -282,4 +282,4 @@ def test_without_it_nothing_is_copied() -> None:
     run = Training(lambda p: torch.optim.Adam(p, lr=0.01))
     with detector(run.model) as det:
         run.step(0)
-        assert not det._engine.aftermath._shadows  # type: ignore[union-attr]
+        assert not det._engine.aftermath._shadows

@@ -93,7 +93,7 @@ def test_unknown_keys_are_ignored(record: Record, key: str, value: int):
 def test_keys_with_a_default_may_be_missing(record: Record):
     kept = {f.name for f in required(type(record))}
     back = type(record).from_dict({k: v for k, v in through_json(record).items() if k in kept})
-    for f in dataclasses.fields(record):  # type: ignore[arg-type]
+    for f in dataclasses.fields(record):
         if f.name in kept:
             assert same(getattr(back, f.name), getattr(record, f.name))
         elif f.default is not dataclasses.MISSING:
@@ -103,7 +103,7 @@ def test_keys_with_a_default_may_be_missing(record: Record):
 def required(kind: type[Record]) -> list[dataclasses.Field[Any]]:
     return [
         f
-        for f in dataclasses.fields(kind)  # type: ignore[arg-type]
+        for f in dataclasses.fields(kind)
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
 
@@ -199,7 +199,7 @@ def test_stats_count_elements():
 @given(ANY_RECORD)
 def test_records_are_frozen_and_can_be_pickled(record: Record):
     assert same(pickle.loads(pickle.dumps(record)), record)
-    name = dataclasses.fields(record)[0].name  # type: ignore[arg-type]
+    name = dataclasses.fields(record)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(record, name, None)
 

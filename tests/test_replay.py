@@ -62,7 +62,7 @@ class Clock(Plain):
 def test_a_loss_that_depends_on_the_time_is_told_from_that_of_the_step() -> None:
     det, _, _ = train(Clock())
     assert_nothing_shown(det.event)
-    assert any("another loss" in n for n in det.event.notes)  # type: ignore[union-attr]
+    assert any("another loss" in n for n in det.event.notes)
 
 
 class Shrinks(Plain):
@@ -81,7 +81,7 @@ class Shrinks(Plain):
 def test_a_replay_that_raises_where_the_step_did_not_shows_nothing() -> None:
     det, _, _ = train(Shrinks())
     assert_nothing_shown(det.event)
-    assert any("KeyError" in n for n in det.event.notes)  # type: ignore[union-attr]
+    assert any("KeyError" in n for n in det.event.notes)
 
 
 class TakesIterator(Plain):
@@ -92,7 +92,7 @@ class TakesIterator(Plain):
 def test_an_iterator_among_the_arguments_is_refused_by_name() -> None:
     det, _, _ = train(TakesIterator(), step=lambda m, x, y: (m(x, parts=iter([x, x])) - y).square().mean())
     assert_nothing_shown(det.event, "not_tried")
-    assert any("'parts'" in n and "iterator" in n for n in det.event.notes)  # type: ignore[union-attr]
+    assert any("'parts'" in n and "iterator" in n for n in det.event.notes)
 
 
 class HoldsIterator(Plain):
@@ -109,13 +109,13 @@ def test_an_iterator_among_the_attributes_is_refused_by_name_and_not_used_up() -
     noise = model.noise
     det, _, _ = train(model)
     assert_nothing_shown(det.event, "not_tried")
-    assert any("'noise'" in n and "HoldsIterator" in n for n in det.event.notes)  # type: ignore[union-attr]
+    assert any("'noise'" in n and "HoldsIterator" in n for n in det.event.notes)
     assert model.noise is noise and next(noise).item() == 6.0
 
 
 def test_an_iterator_that_the_forward_does_not_use_is_no_reason_to_refuse() -> None:
     model = Net()
-    model.later = iter([1, 2])  # type: ignore[assignment]
+    model.later = iter([1, 2])
     det, _, _ = train(model)
     assert_born(det.event, Net, op="sqrt")
 
@@ -135,7 +135,7 @@ def test_a_replay_beyond_its_budget_says_so() -> None:
 
     det, _, _ = train(Long(), replay_budget_s=1e-6)
     assert_nothing_shown(det.event, "not_tried")
-    assert any("replay_budget_s" in n for n in det.event.notes)  # type: ignore[union-attr]
+    assert any("replay_budget_s" in n for n in det.event.notes)
 
 
 # -- what belongs to others -----------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_hooks_on_parameters_run_in_the_replay_on_its_own_gradients() -> None:
     model = Net()
     seen: list[int] = []
     model.first.weight.register_hook(lambda g: g * 2.0)
-    model.last.weight.register_hook(lambda g: seen.append(1))  # type: ignore[arg-type, return-value]
+    model.last.weight.register_hook(lambda g: seen.append(1))
     counts = {"forward": 0}
 
     def count(module: Any, args: Any, out: Any) -> None:

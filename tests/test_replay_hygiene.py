@@ -44,8 +44,8 @@ class Counts(Base):
         self.seen.append(self.calls)
         self.by_name["forward"] += 1
         self.recent.append(float(x.sum()))
-        self.nested["rows"][0].append(self.calls)  # type: ignore[union-attr, index]
-        self.nested["set"].add(self.calls)  # type: ignore[union-attr, attr-defined]
+        self.nested["rows"][0].append(self.calls)
+        self.nested["set"].add(self.calls)
         self.table[self.calls % 3] += 1
         h = torch.sqrt(x) * self.calls  # <-- birth
         return self.last(self.first(h))

@@ -334,7 +334,7 @@ class Counting(torch.optim.Optimizer):
         self.count = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         self.count += 1
         for i, p in enumerate(p for g in self.param_groups for p in g["params"]):
             self.buffers[i].mul_(0.9).add_(p.grad)
@@ -374,7 +374,7 @@ def test_a_snapshot_uses_the_memory_of_the_last_one() -> None:
     with detector(run.model, on_nan="rollback", snapshot_every=1) as det:
         for i in range(3):
             run.step(i)
-        keeper = det._engine.keeper  # type: ignore[union-attr]
+        keeper = det._engine.keeper
         assert keeper is not None and keeper.state is not None
         used = {k.value.data_ptr() for k in keeper.state.tensors}
         size = keeper.state.nbytes
@@ -389,7 +389,7 @@ def test_a_bad_parameter_is_no_good_state() -> None:
     model = nn.ModuleDict({"a": nn.Linear(4, 2), "unused": nn.Linear(2, 2)})
     nn.init.constant_(model["unused"].weight, float("nan"))
     optimizer = torch.optim.SGD(model["a"].parameters(), lr=0.1)
-    model.forward = lambda x: model["a"](x)  # type: ignore[method-assign]
+    model.forward = lambda x: model["a"](x)
     with detector(model, on_nan="rollback") as det:
         for _ in range(3):
             optimizer.zero_grad()

@@ -270,7 +270,7 @@ def test_gradients_that_were_accumulated_before_are_put_aside() -> None:
         det.run_step(and_step, *data[4])
     assert_called_again(det.event, Net, op="sqrt", micro_step=1)
     for p, g in zip(model.parameters(), grads, strict=True):
-        assert torch.equal(p.grad, g) or torch.equal(p.grad.isnan(), g.isnan())  # type: ignore[arg-type, union-attr]
+        assert torch.equal(p.grad, g) or torch.equal(p.grad.isnan(), g.isnan())
 
 
 def test_parameters_taken_from_elsewhere_show_the_replayed_gradients() -> None:
@@ -366,7 +366,7 @@ def test_a_scaler_by_hand_and_torchs_own() -> None:
         opt2.zero_grad()
         (loss_of(by_hand, x, y) * 8.0).backward()
         for p in by_hand.parameters():
-            p.grad.div_(8.0)  # type: ignore[union-attr]
+            p.grad.div_(8.0)
         opt2.step()
 
     assert_called_again(run(hand, by_hand).event, Net, op="sqrt", weights="clean")
@@ -412,7 +412,7 @@ def test_an_iterator_is_refused_by_name_and_nothing_is_taken_from_it(how: str) -
     model = Net()
     opt = sgd(model)
     it = Counting(batches() * 2)
-    loader = iter(DataLoader(batches() * 2, batch_size=None))  # type: ignore[arg-type]
+    loader = iter(DataLoader(batches() * 2, batch_size=None))
 
     def learn(x: Tensor, y: Tensor) -> None:
         opt.zero_grad()
@@ -434,7 +434,7 @@ def test_an_iterator_is_refused_by_name_and_nothing_is_taken_from_it(how: str) -
     }[how]
     with NaNDetector(model, verbose=False) as det:
         while det.event is None:
-            det.run_step(step, *args)  # type: ignore[operator]
+            det.run_step(step, *args)
     event = det.event
     # The tape knows the batch, so the birth is found all the same.
     assert_born(event, Net, step=4, op="sqrt")
@@ -455,7 +455,7 @@ def test_a_step_that_is_not_the_same_twice_shows_no_finding() -> None:
         (loss * torch.sqrt(x).mean().detach().nan_to_num(1.0)).backward()
         if not is_replaying() and bool((x < 0).any()):
             for p in model.parameters():
-                p.grad.fill_(float("nan"))  # type: ignore[union-attr]
+                p.grad.fill_(float("nan"))
         opt.step()
 
     event = run(step, model).event

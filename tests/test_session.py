@@ -138,10 +138,10 @@ def test_the_weights_behind_a_tensor(recording: Session) -> None:
         p.grad = torch.ones(4)
     data, view, grad, copy = p.data, p.data[1:3], p.grad, p.detach().clone()
     with recording.off():
-        assert [parameter_behind(tape, t) is p for t in (p, p.detach(), data, view, grad, copy)] == [  # type: ignore[arg-type]
+        assert [parameter_behind(tape, t) is p for t in (p, p.detach(), data, view, grad, copy)] == [
             True, False, True, True, False, False,
         ]  # fmt: skip
-        write, assign = torch.Tensor.mul_, torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+        write, assign = torch.Tensor.mul_, torch.Tensor.grad.__set__
         assert weights_behind(tape, torch._foreach_mul_, ([p, q], 2.0), {}) == [p, q]
         assert weights_behind(tape, torch._foreach_mul_, ([p, torch.ones(2)], 2.0), {}) == []
         assert weights_behind(tape, assign, (p, None), {}) == []

@@ -196,7 +196,7 @@ def test_differentiable() -> None:
     optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, differentiable=True)
     for p in params:
         p.retain_grad()
-    sum((p * p).sum() for p in params).backward()  # type: ignore[union-attr]
+    sum((p * p).sum() for p in params).backward()
     before = everything(optimizer)
     with cancelling():
         optimizer.step()
@@ -235,7 +235,7 @@ class Foreign(torch.optim.Optimizer):
 
 class NoNoneCheck(Foreign):
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 state = self.state[p]
@@ -248,7 +248,7 @@ class NoNoneCheck(Foreign):
 
 class ReadsTheFirst(Foreign):
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         first = self.param_groups[0]["params"][0]
         scale = torch.ones((), device=first.device, dtype=first.dtype)
         for group in self.param_groups:
@@ -278,7 +278,7 @@ class BuffersByPosition(Foreign):
         self.pair.fast.add_(1)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         self.update()
         for i, p in enumerate(self.everyone):
             self.buffers[i].mul_(0.9).add_(p.grad)
@@ -289,7 +289,7 @@ class NeedsFiniteGradients(Foreign):
     """A decomposition refuses NaN: the stand-in's gradients must be something it can live with."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 grad = p.grad.reshape(p.shape[0], -1)
@@ -298,7 +298,7 @@ class NeedsFiniteGradients(Foreign):
 
 
 class CallsSuper(torch.optim.Adam):
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         first = self.param_groups[0]["params"][0]
         first.data.clamp_(-5, 5)
         return super().step(closure)
@@ -315,7 +315,7 @@ class HoldsSlots(Foreign):
         raise AssertionError("a stand-in is not unpickled")
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for p, m in zip(self.param_groups[0]["params"], self.momenta, strict=True):
             m.mul_(0.9).add_(p.grad)
             p.sub_(m, alpha=self.param_groups[0]["lr"])
@@ -331,7 +331,7 @@ class Lookahead(torch.optim.Optimizer):
         self.slow = [p.detach().clone() for g in self.param_groups for p in g["params"]]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         self.base.step()
         for p, slow in zip((p for g in self.param_groups for p in g["params"]), self.slow, strict=True):
             slow.add_(p - slow, alpha=0.5)
@@ -420,12 +420,12 @@ def test_a_module_in_an_attribute_is_isolated_with_the_stand_ins_own_parameters(
             super().__init__(model.parameters(), {})
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure: Any = None) -> None:
             ours = [p for g in self.param_groups for p in g["params"]]
             for mine, p in zip(ours, self.model.parameters(), strict=True):
                 assert mine is p
-                p.grad.mul_(3.0)  # type: ignore[union-attr]
-                p.sub_(p.grad)  # type: ignore[arg-type]
+                p.grad.mul_(3.0)
+                p.sub_(p.grad)
             for module in self.model.modules():
                 self.visits[module] += 1
 
@@ -443,20 +443,20 @@ def test_a_module_in_an_attribute_is_isolated_with_the_stand_ins_own_parameters(
 def test_python_attributes_of_parameters_reach_the_stand_in_as_copies() -> None:
     class MainGradients(Foreign):
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure: Any = None) -> None:
             for p in self.param_groups[0]["params"]:
                 p.main_grad.mul_(0.5)
                 p.sub_(p.main_grad, alpha=p.rate)
 
     params = parameters()
     for p in params:
-        p.main_grad, p.rate = torch.ones_like(p), 0.1  # type: ignore[attr-defined]
+        p.main_grad, p.rate = torch.ones_like(p), 0.1
     before = copy.deepcopy(params)
     with cancelling():
         MainGradients(params).step()
     for p, q in zip(params, before, strict=True):
         assert torch.equal(p, q)
-        assert p.main_grad.eq(1).all()  # type: ignore[attr-defined]
+        assert p.main_grad.eq(1).all()
 
 
 def test_a_parameter_that_cannot_be_cloned_leaves_empty_groups() -> None:
@@ -473,7 +473,7 @@ def test_a_parameter_that_cannot_be_cloned_leaves_empty_groups() -> None:
             self.everyone = [p for g in self.param_groups for p in g["params"]]
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure: Any = None) -> None:
             for p in self.everyone:
                 p.fill_(7.0)
 
@@ -672,7 +672,7 @@ def test_grad_scaler(name: str, options: dict[str, Any]) -> None:
                 set_gradients(params, now)
                 scaler.scale(torch.ones(()))  # the scaler makes its scale on first use
                 for p in params:
-                    p.grad = p.grad * 8.0  # type: ignore[operator]
+                    p.grad = p.grad * 8.0
                 scaler.step(optimizer)
                 scaler.update()
                 if now == cancel:
@@ -688,7 +688,7 @@ def test_an_optimizer_that_takes_the_grad_scaler_itself() -> None:
         _step_supports_amp_scaling = True
 
         @torch.no_grad()
-        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:
             grad_scaler.unscale_(self)
             for p in self.param_groups[0]["params"]:
                 p.sub_(p.grad)
@@ -838,7 +838,7 @@ class ClosureFirst(Foreign):
     taken = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -859,7 +859,7 @@ def test_judged_users_optimizer() -> None:
                 fit.optimizer.step(fit.closure(batch))
             if batch == bad:
                 assert fit.w.grad is not None and fit.w.grad.isnan().all()
-        return everything(fit.optimizer), fit.optimizer.taken  # type: ignore[attr-defined]
+        return everything(fit.optimizer), fit.optimizer.taken
 
     plain, taken = run([0, 2], watch=False)
     for batches, bad in (([0, 2], None), ([0, 1, 2], 1)):
@@ -871,7 +871,7 @@ def test_judged_users_optimizer() -> None:
 def test_after_the_verdict_the_closure_is_not_evaluated_again() -> None:
     class Twice(ClosureFirst):
         @torch.no_grad()
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        def step(self, closure: Any = None) -> Any:
             with torch.enable_grad():
                 return closure(), closure()
 
@@ -888,7 +888,7 @@ class SharpnessAware(Foreign):
     """Moves its parameters, then evaluates the closure, then moves them back and steps."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:
             p.add_(0.1)
         with torch.enable_grad():

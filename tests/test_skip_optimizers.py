@@ -136,8 +136,8 @@ def test_other_levels(watch: str) -> None:
 def test_parameter_groups_and_a_parameter_that_has_no_gradient(stop_on_first: bool) -> None:
     def make(model: nn.Module) -> Any:
         groups = [
-            {"params": list(model.first.parameters()), "lr": 0.1},  # type: ignore[union-attr]
-            {"params": [*model.second.parameters(), nn.Parameter(torch.ones(2))], "betas": (0.5, 0.9)},  # type: ignore[union-attr]
+            {"params": list(model.first.parameters()), "lr": 0.1},
+            {"params": [*model.second.parameters(), nn.Parameter(torch.ones(2))], "betas": (0.5, 0.9)},
         ]
         return torch.optim.AdamW(groups, lr=0.01)
 
@@ -152,7 +152,7 @@ class NoNoneCheck(torch.optim.Optimizer):
         self.steps = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -179,7 +179,7 @@ class SometimesRaises(NoNoneCheck):
 
     angry = False
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         if self.angry:
             raise RuntimeError("not today")
         return super().step(closure)
@@ -277,7 +277,7 @@ class Lookahead(torch.optim.Optimizer):
         self.slow = [p.detach().clone() for g in self.param_groups for p in g["params"]]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         self.base.step()
         for p, slow in zip((p for g in self.param_groups for p in g["params"]), self.slow, strict=True):
             slow.add_(p - slow, alpha=0.5)
@@ -308,7 +308,7 @@ def test_a_subclass_that_calls_super_is_one_step() -> None:
     torch.optim.Adam([torch.zeros(1)])
 
     class Clamped(torch.optim.Adam):
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        def step(self, closure: Any = None) -> Any:
             for p in self.param_groups[0]["params"]:
                 p.data.clamp_(-5, 5)
             return super().step(closure)

@@ -143,7 +143,7 @@ class Normalised(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1, "eps": 0.0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 p -= group["lr"] * p.grad / (p.grad.norm() + group["eps"])
@@ -165,7 +165,7 @@ def test_a_users_optimizer_and_its_eps() -> None:
 class Wild(torch.optim.SGD):
     """Overflows in its fast form only."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         if self.param_groups[0]["foreach"]:
             with torch.no_grad():
                 for p in self.param_groups[0]["params"]:
@@ -242,7 +242,7 @@ class Kept(torch.optim.SGD):
             self.state[p]["exp_avg"] = torch.zeros_like(p)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for p in self.param_groups[0]["params"]:
             p.sub_(self.state[p]["exp_avg"].mul_(0.9).add_(p.grad), alpha=0.1)
 
@@ -263,7 +263,7 @@ def test_a_users_optimizer_that_cannot_do_without_its_state() -> None:
 class Closing(torch.optim.SGD):
     """Cannot step without a closure."""
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         with torch.enable_grad():
             loss = closure()
         super().step()
@@ -390,7 +390,7 @@ class Noisy(torch.optim.Optimizer):
         self.shadow = Shadow()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         self.calls += 1
         Noisy.calls += 1
         for group in self.param_groups:
@@ -454,7 +454,7 @@ def test_after_the_trials_the_training_goes_on_bit_for_bit(name: str, protect: s
 
 def test_what_the_step_prints_and_warns_of_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     class Talking(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        def step(self, closure: Any = None) -> Any:
             print("a step")
             return super().step(closure)
 

@@ -68,7 +68,7 @@ def in_thread(work: Callable[[], Any]) -> threading.Thread:
 
     failures: list[str] = []
     thread = threading.Thread(target=run)
-    thread.failures = failures  # type: ignore[attr-defined]
+    thread.failures = failures
     thread.start()
     return thread
 
@@ -77,9 +77,9 @@ def join(*threads: threading.Thread) -> None:
     end = time.monotonic() + 60
     while any(t.is_alive() for t in threads) and time.monotonic() < end:
         # One that has failed leaves the others waiting for it at a barrier: its own error is the news.
-        assert not any(t.failures for t in threads), [t.failures for t in threads]  # type: ignore[attr-defined]
+        assert not any(t.failures for t in threads), [t.failures for t in threads]
         time.sleep(0.01)
-    assert not any(t.failures for t in threads), [t.failures for t in threads]  # type: ignore[attr-defined]
+    assert not any(t.failures for t in threads), [t.failures for t in threads]
     assert not any(t.is_alive() for t in threads)
 
 
@@ -98,7 +98,7 @@ def test_two_trainings_in_two_threads_do_not_mix(watch: str) -> None:
             steps(models[k], bad=BAD, pause=barrier.wait)
             barrier.wait()
 
-    join(*[in_thread(lambda k=k: work(k)) for k in (0, 1)])  # type: ignore[misc]
+    join(*[in_thread(lambda k=k: work(k)) for k in (0, 1)])
     at(detectors[0], First, "first")
     at(detectors[1], Second, "second")
 
@@ -114,7 +114,7 @@ def test_one_goes_bad_and_the_other_stays_quiet() -> None:
             barrier.wait()
         found[k] = det.event
 
-    join(*[in_thread(lambda k=k: work(k)) for k in (0, 1)])  # type: ignore[misc]
+    join(*[in_thread(lambda k=k: work(k)) for k in (0, 1)])
     assert found[0] is not None and found[1] is None
 
 
@@ -175,13 +175,13 @@ def test_replicas_as_data_parallel_makes_them() -> None:
             replica = model._replicate_for_data_parallel()
             replica._parameters = dict(model._parameters)
             for name, child in model._modules.items():
-                copy = child._replicate_for_data_parallel()  # type: ignore[union-attr]
-                copy._parameters = {k: v * 1.0 for k, v in child._parameters.items()}  # type: ignore[union-attr, operator]
+                copy = child._replicate_for_data_parallel()
+                copy._parameters = {k: v * 1.0 for k, v in child._parameters.items()}
                 replica._modules[name] = copy
             replicas.append(replica)
         outputs: list[Tensor] = []
         x, _ = blobs()
-        join(*[in_thread(lambda r=r: outputs.append(r(x))) for r in replicas])  # type: ignore[misc]
+        join(*[in_thread(lambda r=r: outputs.append(r(x))) for r in replicas])
         torch.cat(outputs).square().mean().backward()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert det.event is None

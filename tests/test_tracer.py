@@ -56,7 +56,7 @@ def test_the_first_of_two_births_comes_first() -> None:
     x = torch.tensor([-1.0])
     tracer, out = traced(lambda: torch.log(x) + torch.sqrt(x))
     assert ops(guilty(tracer, out)) == ["log", "sqrt"]
-    assert birth_of(guilty(tracer, out)[0]).op == trace_of_line(tracer, tracer.ancestry(out)).birth.op == "log"  # type: ignore[union-attr]
+    assert birth_of(guilty(tracer, out)[0]).op == trace_of_line(tracer, tracer.ancestry(out)).birth.op == "log"
 
 
 def test_an_element_whose_operands_are_finite_is_a_birth_of_its_own() -> None:
@@ -185,7 +185,7 @@ def test_overwriting_ends_a_line() -> None:
 def test_the_derivative_is_told_by_its_forward_operation() -> None:
     x = torch.tensor([0.0, 4.0], requires_grad=True)
     tracer, _ = traced(lambda: (torch.sqrt(x) * 1.0).sum().backward())
-    (gen,) = guilty(tracer, x.grad)  # type: ignore[arg-type]
+    (gen,) = guilty(tracer, x.grad)
     born = birth_of(gen)
     assert (born.phase, born.op, born.derivative_of) == ("backward", "sqrt", "sqrt")
     assert born.forward_inputs[0].zero_count == 1

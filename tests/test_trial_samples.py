@@ -12,7 +12,7 @@ from nan_detector._trial_samples import MAX_PARTS, Guilty, Untold, find_guilty, 
 class Step:
     """Bad where one of `alone` is among the samples, or all of `together` are."""
 
-    def __init__(self, alone: set[int], together: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+    def __init__(self, alone: set[int], together: set[int] = frozenset()) -> None:
         self.alone, self.together = alone, together
         self.runs: list[tuple[int, ...]] = []
 

@@ -14,7 +14,7 @@ from nan_detector._verdict import shown_by, verdict
 
 def birth(kind: str = "operation", phase: str = "forward", dtype: str = "torch.float32", **fields: object) -> Birth:
     output = TensorStats((8, 4), dtype, "cpu", nan_count=1)
-    return Birth(0, kind, "sqrt", "aten.sqrt.default", phase, output=output, **fields)  # type: ignore[arg-type]
+    return Birth(0, kind, "sqrt", "aten.sqrt.default", phase, output=output, **fields)
 
 
 def cause(code: str) -> Cause:
@@ -86,7 +86,7 @@ def test_a_loss_that_no_float32_holds_does_not_speak_for_a_wider_format():
     ],
 )
 def test_the_trial_that_shows_it(said: str, tried: dict[str, bool], name: str | None):
-    event = NaNEvent("e", "final", 0, "forward", "error", verdict=said, trials=trials(**tried))  # type: ignore[arg-type]
+    event = NaNEvent("e", "final", 0, "forward", "error", verdict=said, trials=trials(**tried))
     shown = shown_by(event)
     assert (shown.name if shown is not None else None) == name
 
@@ -119,7 +119,7 @@ EVERYTHING = Facts(samples=8, half=True, scaled=True)
     ],
 )
 def test_what_is_planned(found: Birth | None, reproduced: str, facts: Facts, names: list[str]):
-    assert [p.name for p in plan(found, reproduced, facts)] == names  # type: ignore[arg-type]
+    assert [p.name for p in plan(found, reproduced, facts)] == names
 
 
 @pytest.mark.parametrize("kind", BirthKind)

@@ -390,7 +390,7 @@ class Observer:
                 "overflow",
                 distance,
                 most,
-                lambda out=out, most=most: int((out.abs() >= most / 2).sum()),  # type: ignore[misc]
+                lambda out=out, most=most: int((out.abs() >= most / 2).sum()),  # type: ignore[misc]  # defaults bind
                 f"the largest result of {record.forward.info.op if backward and record.forward else op} is {most:.3g}"
                 f"{' (in its derivative)' if backward else ''}; {limit.name} ends at {limit.largest:.3g}",
                 far=distance > OVERFLOW_SHARE * limit.decades and op not in _FAST,

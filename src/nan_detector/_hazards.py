@@ -17,7 +17,7 @@ from nan_detector._hit import one_at_a_time, relevant_entries
 from nan_detector._lineage import OpRecord
 from nan_detector._naming import Names
 from nan_detector._origin import _call, _layer, _location, _module_type, birth_of, silent_births, trace_of
-from nan_detector._records import Hazard
+from nan_detector._records import Hazard, Phase
 from nan_detector._replay import Replayed, Step
 from nan_detector._run import Run
 from nan_detector._run_step import Call, WholeStep
@@ -287,6 +287,7 @@ def _of_births(replayed: Replayed, step: int) -> Iterable[Hazard]:
 def _from_birth(birth: Birth, kind: str, distance: float, message: str, step: int) -> Hazard:
     inputs = birth.inputs[0].whole if birth.inputs else None
     value = None if inputs is None else inputs.max
+    phase: Phase = "loss" if birth.phase == "loss" else "backward" if birth.phase == "backward" else "forward"
     return Hazard(
         kind=kind,
         distance=distance,
@@ -295,7 +296,7 @@ def _from_birth(birth: Birth, kind: str, distance: float, message: str, step: in
         layer_name=birth.layer_name,
         module_type=birth.module_type,
         location=birth.location,
-        phase="forward" if birth.phase not in ("loss", "backward") else birth.phase,  # type: ignore[arg-type]
+        phase=phase,
         value=value,
         count=birth.guilty_count,
         message=message,

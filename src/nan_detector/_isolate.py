@@ -26,7 +26,7 @@ _TWINS: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionar
 def is_twin(optimizer: object) -> bool:
     """Whether `twin_of` made this object."""
     # Asked before every step, where there are hardly ever any: its dict is empty sooner than `get` has looked.
-    return bool(_TWINS.data) and _TWINS.get(id(optimizer)) is optimizer  # type: ignore[attr-defined]
+    return bool(_TWINS.data) and _TWINS.get(id(optimizer)) is optimizer  # type: ignore[attr-defined]  # typeshed hides `data`
 
 
 def twin_of(optimizer: Optimizer) -> Optimizer:

@@ -117,8 +117,9 @@ class Judge:
         overflow = scale is not None and optimizer is None
         damaged = self.rounds.judge(seen) if seen and not reading.suspicious else None
         problem: HyperProblem | BadState | None = self._damaging(stepped, optimizer)
-        if stepped is not None and problem is None and id(optimizer.state) != stepped.state_seen:  # type: ignore[union-attr]
-            found = self.aftermath.bad_state(stepped, optimizer)
+        if stepped is not None and optimizer is not None and problem is None:
+            unseen = id(optimizer.state) != stepped.state_seen
+            found = self.aftermath.bad_state(stepped, optimizer) if unseen else None
             problem = self.rounds.dated(found) if found is not None else None
         problem = damaged if problem is None else problem
         refuse = False

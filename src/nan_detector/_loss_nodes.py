@@ -84,7 +84,7 @@ class Found:
 def summands(root: Node, reduction: Reduced | None) -> Iterator[Found]:
     """The leaves of a sum, from left to right."""
     mean = reduction is None or reduction.mean
-    todo = [(Part(root, 1.0, None), 1.0 if mean else float(reduction.count))]  # type: ignore[union-attr]
+    todo = [(Part(root, 1.0, None), 1.0 if reduction is None or reduction.mean else float(reduction.count))]
     while todo:
         (node, weight, use), elements = todo.pop()
         if isinstance(node, Scaled):

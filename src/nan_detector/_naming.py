@@ -118,7 +118,7 @@ def _parameter_names(entry: Entry) -> list[str]:
     """Names of the positional parameters of the root's forward; a *args collects under its own name."""
     module = getattr(entry.extra, "module", None)
     try:
-        parameters = list(inspect.signature(module.forward).parameters.values())  # type: ignore[union-attr]
+        parameters = list(inspect.signature(module.forward).parameters.values())  # type: ignore[union-attr]  # None is caught
     except (TypeError, ValueError, AttributeError):
         return []
     names: list[str] = []

@@ -28,7 +28,7 @@ def set_version(t: Tensor, version: int) -> None:
     try:
         counter((t,), (version,))
     except TypeError:  # before torch 2.6: one tensor at a time
-        counter(t, version)  # type: ignore[arg-type]
+        counter(t, version)  # type: ignore[arg-type]  # the stubs are of the newer torch
 
 
 def floats_in(value: Any) -> Iterator[Tensor]:

@@ -398,7 +398,7 @@ class Step:
                             if p is None or not p.requires_grad:
                                 continue
                             undo.append((module._parameters, name, p))
-                            module._parameters[name] = self._alias(p)  # type: ignore[assignment]
+                            module._parameters[name] = self._alias(p)  # type: ignore[assignment]  # no Parameter: an alias
                         for name, b in module._buffers.items():
                             if b is None:
                                 continue

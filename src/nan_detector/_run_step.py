@@ -256,14 +256,14 @@ def _schedulers_at_rest() -> Iterator[None]:
     module = sys.modules.get("torch.optim.lr_scheduler")
     undo: list[tuple[type, Any]] = []
     for cls in vars(module).values() if module is not None else ():
-        if isinstance(cls, type) and "step" in vars(cls) and cls.__module__ == module.__name__:  # type: ignore[union-attr]
+        if isinstance(cls, type) and "step" in vars(cls) and cls.__module__ == "torch.optim.lr_scheduler":
             undo.append((cls, vars(cls)["step"]))
-            cls.step = _no_step  # type: ignore[attr-defined]
+            setattr(cls, "step", _no_step)  # noqa: B010  # an assignment would have to be to a known class
     try:
         yield
     finally:
         for cls, step in undo:
-            cls.step = step  # type: ignore[attr-defined]
+            setattr(cls, "step", step)  # noqa: B010  # as above
 
 
 def _no_step(*args: Any, **kwargs: Any) -> None:

@@ -454,7 +454,7 @@ def _writes_into(writer: Entry, wanted: set[Entry], used: set[Outside]) -> bool:
         while isinstance(token, Made):
             if token.entry in wanted:
                 return True
-            token = next(tokens_in(token.entry.args[:1]), None)  # type: ignore[assignment]
+            token = next(tokens_in(token.entry.args[:1]), None)  # type: ignore[assignment]  # None ends the loop
         if token in used:
             return True
     return False

@@ -185,7 +185,7 @@ def _patience_of_others() -> float:
     if not dist.is_available() or not dist.is_initialized():
         return float("inf")
     try:
-        backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
         return float(backend.options._timeout.total_seconds()) / 4
     except Exception:  # a backend that does not tell: what is usual
         return float(dist.constants.default_pg_timeout.total_seconds()) / 4

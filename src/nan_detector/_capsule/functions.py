@@ -59,7 +59,7 @@ def functions() -> dict[str, Function]:
                 continue
             if name in _ATTRIBUTES and space == "torch.Tensor":
                 found[f"{space}.{name}.__get__"] = f.__get__  # type: ignore[union-attr]  # a descriptor
-                found[f"{space}.{name}.__set__"] = f.__set__  # type: ignore[union-attr]
+                found[f"{space}.{name}.__set__"] = f.__set__  # type: ignore[union-attr]  # as above
             elif callable(f) and _hashable(f) and (f in allowed or (name.startswith("_foreach_") and space == "torch")):
                 found[f"{space}.{name}"] = f
     found.update({f"torch.{name}": _bounded(getattr(torch, name)) for name in _FACTORIES})
@@ -76,7 +76,7 @@ def functions() -> dict[str, Function]:
 def _names() -> dict[Function, str]:
     found = {f: name for name, f in reversed(functions().items())}
     found.update({getattr(torch, name): f"torch.{name}" for name in _FACTORIES})
-    found.update({functions()[name].__wrapped__: name for name in _REPEATING})  # type: ignore[attr-defined]
+    found.update({functions()[name].__wrapped__: name for name in _REPEATING})  # type: ignore[attr-defined]  # `_bounded` wraps
     return found
 
 

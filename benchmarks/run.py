@@ -19,6 +19,8 @@ from nan_detector._bench.variants import ANOMALY, HOOKS
 
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- costs: written by `make bench` -->\n", "<!-- end of costs -->\n"
+#: As a shell has it, after Ctrl-C.
+INTERRUPTED = 130
 #: What the README compares with, and what it calls it there.
 OTHERS = ((HOOKS, "plain hooks"), (ANOMALY, "anomaly mode"))
 
@@ -35,10 +37,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.quick and options.readme:
         parser.error("--readme needs all workloads: leave --quick out.")
     plan = measure.QUICK if options.quick else measure.BRIEF if options.brief else measure.FULL
-    report = measure.run(plan, lambda text: print(text, file=sys.stderr))
+    so_far: list[Report] = []
+
+    def done(report: Report) -> None:
+        so_far[:] = [report]
+        output.write_text(report, options.out)
+
+    try:
+        report = measure.run(plan, lambda text: print(text, file=sys.stderr), done)
+    except KeyboardInterrupt:
+        if not so_far:
+            return INTERRUPTED
+        (report,) = so_far
     output.show(report, Console())
     for path in output.write(report, options.out):
         print(path)
+    if report.unfinished:
+        return INTERRUPTED
     if options.readme:
         command = "python benchmarks/run.py --brief --readme" if options.brief else "make bench"
         README.write_text(with_costs(README.read_text(encoding="utf-8"), costs(report, command)), encoding="utf-8")

@@ -6,8 +6,9 @@ import pytest
 
 from nan_detector import NaNDetector
 from nan_detector._bench.figures import ratios, spread
+from nan_detector._bench.results import BARE
 from nan_detector._bench.timing import in_turns
-from nan_detector._bench.variants import BARE, LAYERS, STEP, variant
+from nan_detector._bench.variants import LAYERS, STEP, variant
 from nan_detector._bench.workloads import made, named
 
 BOUND = 1.25

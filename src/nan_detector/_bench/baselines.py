@@ -1,4 +1,4 @@
-"""What a user would write without us: two plain detectors, each as simple as it can be, to be compared with."""
+"""What ours is compared with: two plain detectors as a user would write them, and the floor that none goes below."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,6 +40,25 @@ def plain_hooks(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def one_read(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Every gradient is read once before each step, in the cheapest way there is, and the result is used for nothing.
+
+    Whoever looks at all gradients pays this, and what it costs is up to the machine: mostly its memory's bandwidth.
+    """
+
+    def read(stepped: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        grads = [p.grad for group in stepped.param_groups for p in group["params"] if p.grad is not None]
+        if grads:
+            torch.stack(torch._foreach_norm(grads)).tolist()
+
+    handle = optimizer.register_step_pre_hook(read)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class EveryOutput(TorchDispatchMode):

@@ -61,6 +61,12 @@ def differences(values: Sequence[float | None], base: Sequence[float | None]) ->
     return [v - b for v, b in zip(values, base, strict=True) if v is not None and b is not None]
 
 
+def excess(values: Sequence[float | None], floor: Sequence[float | None], base: Sequence[float | None]) -> list[float]:
+    """By how much each value is above the floor of the same round, in units of its base."""
+    rounds = zip(values, floor, base, strict=True)
+    return [(v - f) / b for v, f, b in rounds if v is not None and f is not None and b]
+
+
 @dataclass(frozen=True, slots=True)
 class Slope:
     """A straight line through points, by least squares.

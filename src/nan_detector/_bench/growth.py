@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from nan_detector._bench.figures import Slope, Spread, differences, fitted, ratios, spread
+from nan_detector._bench.results import BARE
 from nan_detector._bench.timing import in_turns
-from nan_detector._bench.variants import BARE, STEP, variant
+from nan_detector._bench.variants import STEP, variant
 from nan_detector._bench.workloads import Residual, Task, perceptron
 
 

@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from nan_detector._bench import growth
 from nan_detector._bench.answer import answer_of
-from nan_detector._bench.figures import Spread, ratios, spread
+from nan_detector._bench.figures import Spread, excess, ratios, spread
 from nan_detector._bench.memory import memory_of
-from nan_detector._bench.results import Cell, Report, Row, Trend
-from nan_detector._bench.timing import in_turns, threads
-from nan_detector._bench.variants import BARE, BARE_AGAIN, LAYERS, STEP, VARIANTS, Variant
+from nan_detector._bench.results import BARE, BARE_AGAIN, READ, Cell, Report, Row, Trend
+from nan_detector._bench.timing import Blocks, in_turns, threads
+from nan_detector._bench.variants import LAYERS, STEP, VARIANTS, Variant
 from nan_detector._bench.workloads import Workload, made, named
 
 _Tell = Callable[[str], object]
+_Done = Callable[[Report], object]
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Plan:
     Attributes:
         workloads: Names.
         threads: Numbers of threads, each of which is a cell of its own.
-        cell_s: Seconds for the timing of one cell with one thread; with more of them it is half.
+        cell_s: Seconds for the timing of one cell with the first number of threads; with the others it is half.
         growth_s: Seconds for each axis of growth; 0 leaves growth out.
         growth_sizes: Sizes of the axes, in their order; None for their own.
         rounds: Most rounds of a cell.
@@ -71,53 +73,89 @@ QUICK = Plan(
 )
 
 
-def run(plan: Plan, tell: _Tell = lambda text: None) -> Report:
+def run(plan: Plan, tell: _Tell = lambda text: None, done: _Done = lambda report: None) -> Report:
     """Measure.
 
     Args:
         plan: What, and for how long.
         tell: Called with what is being done.
+        done: Called after each part with the report so far, which names what is still to come: it may be the last.
     """
     began = time.perf_counter()
-    variants = [v for v in VARIANTS if v.missing is None]
-    cells: list[Cell] = []
-    for name in plan.workloads:
-        workload = named(name)
-        for count in plan.threads:
-            tell(f"{workload.name}, {count} thread{'s' * (count > 1)}")
-            with threads(count):
-                cells.append(_cell(workload, variants, plan, count))
-    trends = []
-    if plan.growth_s:
-        for i, axis in enumerate(growth.AXES):
-            tell(f"growth with {axis.name}")
-            with threads(1):
-                sizes = None if plan.growth_sizes is None else plan.growth_sizes[i]
-                found = growth.grown(axis, budget_s=plan.growth_s, sizes=sizes)
-            trends.append(
-                Trend(found.name, found.unit, found.sizes, found.ratios, found.added_us, found.cost, found.share)
-            )
     missing = {v.name: v.missing for v in VARIANTS if v.missing is not None}
-    return Report(machine(plan.device), tuple(cells), tuple(trends), missing, time.perf_counter() - began)
+    parts = list(_parts(plan))
+    report = Report(machine(plan.device), (), (), missing, 0.0, tuple(title for title, _ in parts))
+    for title, part in parts:
+        tell(title)
+        found = part()
+        cells, trends = report.cells, report.trends
+        if isinstance(found, Cell):
+            cells = (*cells, found)
+        else:
+            trends = (*trends, found)
+        seconds = time.perf_counter() - began
+        report = replace(report, cells=cells, trends=trends, seconds=seconds, unfinished=report.unfinished[1:])
+        done(report)
+    return report
+
+
+def _parts(plan: Plan) -> Iterator[tuple[str, Callable[[], Cell | Trend]]]:
+    """What is measured, in this order: first what the README has, in case that the rest is not waited for."""
+    variants = [v for v in VARIANTS if v.missing is None]
+    first, *further = plan.threads
+    yield from (_cell_part(name, variants, plan, first) for name in plan.workloads)
+    if plan.growth_s:
+        sizes = plan.growth_sizes or tuple(axis.sizes for axis in growth.AXES)
+        for axis, its in zip(growth.AXES, sizes, strict=True):
+            yield f"growth with {axis.name}", partial(_trend, axis, its, plan)
+    yield from (_cell_part(name, variants, plan, count) for count in further for name in plan.workloads)
+
+
+def _cell_part(
+    name: str, variants: Sequence[Variant], plan: Plan, count: int
+) -> tuple[str, Callable[[], Cell | Trend]]:
+    return f"{name}, {count} thread{'s' * (count > 1)}", partial(_cell, named(name), variants, plan, count)
+
+
+def _trend(axis: growth.Axis, sizes: Sequence[float], plan: Plan) -> Trend:
+    with threads(1):
+        found = growth.grown(axis, budget_s=plan.growth_s, sizes=sizes)
+    return Trend(found.name, found.unit, found.sizes, found.ratios, found.added_us, found.cost, found.share)
 
 
 def _cell(workload: Workload, variants: Sequence[Variant], plan: Plan, count: int) -> Cell:
+    began = time.perf_counter()
+    with threads(count):
+        rows = _rows(_timed(workload, variants, plan, count), variants)
+        if count == plan.threads[0]:  # neither depends on it
+            rows = [
+                _with_answer(_with_memory(row, v, workload, plan), v, rows[0], workload, plan)
+                for row, v in zip(rows, variants, strict=True)
+            ]
+    return Cell(workload.name, workload.title, count, tuple(rows), workload.limits, time.perf_counter() - began)
+
+
+def _timed(workload: Workload, variants: Sequence[Variant], plan: Plan, count: int) -> Blocks:
+    """The clock's findings. What was trained for it is gone afterwards: it would be in all figures of memory."""
     task = made(workload, plan.device)
     for _ in range(3):  # an optimizer's first step makes its state
         task.step()
-    blocks = in_turns(
+    return in_turns(
         [v.contestant(task, workload.steps) for v in variants],
         rounds=plan.rounds,
-        budget_s=plan.cell_s if count == 1 else plan.cell_s / 2,
+        budget_s=plan.cell_s if count == plan.threads[0] else plan.cell_s / 2,
         least=plan.least,
     )
+
+
+def _rows(blocks: Blocks, variants: Sequence[Variant]) -> list[Row]:
     steps = {name: [None if b is None else b.mean_s for b in found] for name, found in blocks.items()}
     forwards = {name: [None if b is None else b.forward_s for b in found] for name, found in blocks.items()}
     step_ratios = {name: spread(ratios(found, steps[BARE])) for name, found in steps.items()}
     forward_ratios = {name: spread(ratios(found, forwards[BARE])) for name, found in forwards.items()}
     off = step_ratios[BARE_AGAIN].median - 1.0
     forward_off = forward_ratios[BARE_AGAIN].median - 1.0
-    rows = [
+    return [
         Row(
             v.name,
             v.level,
@@ -127,17 +165,12 @@ def _cell(workload: Workload, variants: Sequence[Variant], plan: Plan, count: in
             forward_ratios[v.name],
             step_ratios[v.name].median - (off if v.name != BARE else 0.0),
             forward_ratios[v.name].median - (forward_off if v.name != BARE else 0.0),
+            None
+            if v.name in (BARE, BARE_AGAIN, READ)
+            else spread(excess(steps[v.name], steps[READ], steps[BARE])).median,
         )
         for v in variants
     ]
-    if count == 1:  # neither depends on it
-        rows = [_with_answer(_with_memory(r, v, workload, plan), v, rows[0], workload, plan) for r, v in _pairs(rows)]
-    return Cell(workload.name, workload.title, count, tuple(rows), workload.limits)
-
-
-def _pairs(rows: Sequence[Row]) -> list[tuple[Row, Variant]]:
-    by_name = {v.name: v for v in VARIANTS}
-    return [(row, by_name[row.variant]) for row in rows]
 
 
 def _with_memory(row: Row, variant: Variant, workload: Workload, plan: Plan) -> Row:

@@ -9,6 +9,8 @@ from typing import Any
 from nan_detector._bench.figures import Slope, Spread
 
 BARE, BARE_AGAIN = "bare", "bare again"
+#: What the reading of all gradients costs by itself: the floor of whoever looks at each of them.
+READ = "one read: a norm per gradient, all fetched at once"
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Row:
         forward_ratio: Likewise of the forward.
         net: The median ratio, less by how much the second bare run was off.
         forward_net: Likewise of the forward.
+        above_read: By how much a full step is above the one that only reads each gradient once, as a part of the bare
+            one; the median over rounds. None for those two.
         peak_bytes: Most bytes of tensors within a step; None where that was not measured.
         steady_bytes: Bytes of tensors between two steps.
         answer_steps: Of ours: time to the located event, in bare steps.
@@ -38,6 +42,7 @@ class Row:
     forward_ratio: Spread
     net: float
     forward_net: float
+    above_read: float | None = None
     peak_bytes: int | None = None
     steady_bytes: int | None = None
     answer_steps: float | None = None
@@ -54,6 +59,7 @@ class Cell:
         threads: Threads within an operation.
         rows: The variants, bare first.
         limits: The largest ratios that are to hold, by watch level.
+        seconds: How long it took to measure.
     """
 
     workload: str
@@ -61,6 +67,7 @@ class Cell:
     threads: int
     rows: tuple[Row, ...]
     limits: dict[str, float]
+    seconds: float = 0.0
 
     def row(self, variant: str) -> Row | None:
         """The row of a variant."""
@@ -71,10 +78,55 @@ class Cell:
         return next((r for r in self.rows if r.level == level), None)
 
     @property
+    def floor(self) -> Row | None:
+        """The row of what only reads each gradient once."""
+        return self.row(READ)
+
+    @property
     def apart(self) -> float:
         """By how much the second bare run was off: a difference below that means nothing."""
         again = self.row(BARE_AGAIN)
         return 0.0 if again is None else again.ratio.median - 1.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """A ratio that is to hold, and what became of it.
+
+    Attributes:
+        workload: Short name.
+        threads: Threads within an operation.
+        level: The watch level.
+        limit: The largest ratio that is to hold.
+        found: The ratio, less by how much the second bare run was off.
+        read: Likewise of what only reads each gradient once: the floor.
+        above_read: By how much a watched step is above that one, as a part of the bare one.
+        apart: By how much the second bare run was off.
+    """
+
+    workload: str
+    threads: int
+    level: str
+    limit: float
+    found: float
+    read: float | None
+    above_read: float | None
+    apart: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether it does."""
+        return self.found <= self.limit
+
+    @property
+    def verdict(self) -> str:
+        """Whether it does, and what that is worth."""
+        said = "holds" if self.holds else "does not hold"
+        if abs(self.found - self.limit) < abs(self.apart):
+            said += ", by less than the bare runs lay apart"
+        if self.read is not None and self.read > self.limit:
+            said += "; one read is above it by itself"
+        return said
 
 
 @dataclass(frozen=True)
@@ -100,6 +152,7 @@ class Report:
         trends: Growth.
         missing: Why a variant was not measured, by its name.
         seconds: How long it took.
+        unfinished: What was still to be measured when it ended.
     """
 
     machine: dict[str, str]
@@ -107,20 +160,27 @@ class Report:
     trends: tuple[Trend, ...]
     missing: dict[str, str]
     seconds: float
+    unfinished: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """JSON values."""
-        return dataclasses.asdict(self)
+        targets = [{**dataclasses.asdict(t), "verdict": t.verdict} for t in self.targets()]
+        return {**dataclasses.asdict(self), "targets": targets}
 
-    def broken(self) -> list[str]:
-        """The targets that do not hold, in words."""
-        found = []
-        for cell in self.cells:
-            for level, limit in cell.limits.items():
-                row = cell.level(level)
-                if row is not None and row.net > limit:
-                    found.append(
-                        f'{cell.workload}, {cell.threads} thread{"s" * (cell.threads > 1)}, watch="{level}": '
-                        f"{row.net:.3f}, and {limit:.2f} is to hold"
-                    )
-        return found
+    def targets(self) -> list[Target]:
+        """What is to hold, of what was measured."""
+        return [
+            Target(
+                cell.workload,
+                cell.threads,
+                level,
+                limit,
+                row.net,
+                None if cell.floor is None else cell.floor.net,
+                row.above_read,
+                cell.apart,
+            )
+            for cell in self.cells
+            for level, limit in cell.limits.items()
+            if (row := cell.level(level)) is not None
+        ]

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Sequence
 from nan_detector._bench.results import BARE, BARE_AGAIN, Cell, Report, Row, Trend
 
 HEAD = (
-    "variant", "step ms", "ratio", "quartiles", "less A/A", "forward ms", "forward", "less A/A", "peak", "steady",
-    "answer", "trials",
+    "variant", "step ms", "ratio", "quartiles", "less A/A", "above one read", "forward ms", "forward",
+    "forward less A/A", "peak", "steady", "answer", "trials",
 )  # fmt: skip
+#: Of the targets.
+TARGETS_HEAD = ("workload", "watch", "to hold", "found", "one read", "above one read", "bare runs apart", "verdict")
 
 
 def markdown(report: Report) -> str:
@@ -17,10 +19,15 @@ def markdown(report: Report) -> str:
     parts = ["# What watching costs", "", machine_line(report), ""]
     for cell in report.cells:
         parts += [f"## {heading(cell)}", "", *_table(HEAD, rows_of(cell)), ""]
+    if report.targets():
+        parts += ["## Targets", "", *_table(TARGETS_HEAD, target_rows(report), left=(0, 1, 7)), ""]
     if report.trends:
         parts += ['## Growth of the cost of `watch="step"`', "", *trend_lines(report.trends), ""]
-    parts += [f"Not measured: {', '.join(f'{n} ({why})' for n, why in report.missing.items())}.", ""]
-    parts += [*reading_lines(report), ""]
+    if report.missing:
+        parts += [f"Not measured: {', '.join(f'{n} ({why})' for n, why in report.missing.items())}.", ""]
+    if report.unfinished:
+        parts += [unfinished_line(report), ""]
+    parts += [*reading_lines(), ""]
     return "\n".join(parts)
 
 
@@ -43,6 +50,7 @@ def _line(row: Row, cell: Cell) -> list[str]:
         f"{row.ratio.median:.3f}",
         f"{row.ratio.low:.3f} to {row.ratio.high:.3f}",
         net if limit is None else f"{net} (≤ {limit:.2f})",
+        _points(row.above_read),
         f"{row.forward_ms.median:.3f}",
         f"{row.forward_ratio.median:.3f}",
         f"{row.forward_net:.3f}" if net else "",
@@ -51,6 +59,32 @@ def _line(row: Row, cell: Cell) -> list[str]:
         "" if row.answer_steps is None else f"{row.answer_steps:.1f} steps",
         "" if row.trials_steps is None else f"+{row.trials_steps:.1f}",
     ]
+
+
+def target_rows(report: Report) -> list[list[str]]:
+    """A line of text per target: what was to hold, what was found, and how far above the floor it is."""
+    return [
+        [
+            f"{t.workload}, {t.threads} thread{'s' * (t.threads > 1)}",
+            t.level,
+            f"≤ {t.limit:.2f}",
+            f"{t.found:.3f}",
+            "" if t.read is None else f"{t.read:.3f}",
+            _points(t.above_read),
+            f"{abs(t.apart):.3f}",
+            t.verdict,
+        ]
+        for t in report.targets()
+    ]
+
+
+def _points(difference: float | None) -> str:
+    return "" if difference is None else f"{difference:+.3f}"
+
+
+def unfinished_line(report: Report) -> str:
+    """What was still to come when the report was made."""
+    return f"Not finished; still to be measured: {'; '.join(report.unfinished)}."
 
 
 def trend_lines(trends: Sequence[Trend]) -> list[str]:
@@ -67,17 +101,15 @@ def trend_lines(trends: Sequence[Trend]) -> list[str]:
     return lines
 
 
-def reading_lines(report: Report) -> list[str]:
-    """How to read it, and which targets do not hold."""
-    lines = [
+def reading_lines() -> list[str]:
+    """How to read it."""
+    return [
         "Ratios are medians over rounds of a block's mean step, each over the bare block of the same round. Less A/A: "
-        "without what the second bare run was off by. Answer: from the bad `optimizer.step()` to the located event on "
-        "the disk, in bare steps; trials: from there to the final event.",
+        "without what the second bare run was off by. One read: every gradient is read once, and nothing is done with "
+        "it; no check that looks at all gradients costs less, on this machine. Above one read: by how much of a bare "
+        "step a variant's step is longer than that, in the same round. Answer: from the bad `optimizer.step()` to the "
+        "located event on the disk, in bare steps; trials: from there to the final event.",
     ]
-    broken = report.broken()
-    if broken:
-        lines += ["", "Targets that do not hold in this run:", "", *(f"- {b}." for b in broken)]
-    return lines
 
 
 def machine_line(report: Report) -> str:
@@ -96,7 +128,8 @@ def readme_table(report: Report, others: Sequence[tuple[str, str]]) -> str:
         report: The report.
         others: Variant and heading of the further columns.
     """
-    head = ["workload", "a bare step", '`watch="step"`', '`watch="layers"`', *(title for _, title in others), "answer"]
+    ours = ['`watch="step"`', '`watch="layers"`']
+    head = ["workload", "a bare step", "one read", *ours, *(title for _, title in others), "answer"]
     lines = []
     for cell in report.cells:
         if cell.threads != 1:
@@ -106,6 +139,7 @@ def readme_table(report: Report, others: Sequence[tuple[str, str]]) -> str:
             [
                 f"{cell.workload}: {cell.title}",
                 f"{bare.step_ms.median:.2f} ms",
+                _net(cell.floor),
                 *(_net(cell.level(level)) for level in ("step", "layers")),
                 *(_net(cell.row(name)) for name, _ in others),
                 "" if step is None or step.answer_steps is None else f"{step.answer_steps:.1f} steps",
@@ -118,9 +152,9 @@ def _net(row: Row | None) -> str:
     return "" if row is None else f"{row.net:.2f}"
 
 
-def _table(head: Iterable[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def _table(head: Iterable[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
     head = list(head)
-    rule = ["---", *["---:"] * (len(head) - 1)]
+    rule = ["---" if i in left else "---:" for i in range(len(head))]
     return [f"| {' | '.join(line)} |" for line in [head, rule, *rows]]
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from nan_detector._bench.baselines import EveryOutput, plain_hooks
+from nan_detector._bench.baselines import EveryOutput, one_read, plain_hooks
+from nan_detector._bench.results import BARE, BARE_AGAIN, READ
 from nan_detector._bench.timing import Contestant, Step
 from nan_detector._bench.workloads import Task
 from nan_detector._detector import NaNDetector
 
-BARE, BARE_AGAIN = "bare", "bare again"
 STEP, LAYERS, OPS = ('nan-detector, watch="step"', 'nan-detector, watch="layers"', 'nan-detector, watch="ops"')
 ANOMALY = "torch.autograd.set_detect_anomaly"
 DEBUG_MODE = "torch DebugMode"
@@ -107,6 +107,12 @@ def _debug_mode(task: Task) -> Iterator[Step]:
 
 
 @contextmanager
+def _one_read(task: Task) -> Iterator[Step]:
+    with one_read(task.optimizer):
+        yield task.step
+
+
+@contextmanager
 def _plain_hooks(task: Task) -> Iterator[Step]:
     with plain_hooks(task.model):
         yield task.step
@@ -155,6 +161,7 @@ def _sherlorch(task: Task) -> Iterator[Step]:
 
 VARIANTS: tuple[Variant, ...] = (
     Variant(BARE, _bare),
+    Variant(READ, _one_read),
     Variant(STEP, ours("step"), level="step"),
     Variant(LAYERS, ours("layers"), level="layers"),
     Variant(BARE_AGAIN, _bare),

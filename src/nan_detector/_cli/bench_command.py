@@ -38,6 +38,7 @@ def command(
         from rich.console import Console
 
         from nan_detector._bench import measure, output
+        from nan_detector._bench.results import Report
         from nan_detector._bench.workloads import named
 
         plan = measure.FULL if full else measure.QUICK
@@ -49,12 +50,20 @@ def command(
             plan = replace(plan, workloads=names)
         if out is not None:
             _make(out)
-        progress = Console(stderr=True)
+        progress, parts = Console(stderr=True), 0
+
+        def done(report: Report) -> None:
+            nonlocal parts
+            parts += 1
+            if out is not None:
+                output.write_text(report, out)
+
         try:
             with progress.status("measuring") as status:
-                report = measure.run(plan, lambda text: status.update(f"measuring {text}"))
+                report = measure.run(plan, lambda text: status.update(f"measuring {text}"), done)
         except KeyboardInterrupt:
-            raise CommandError("interrupted.", status=130) from None
+            kept = f" What was measured until then is in {out}." if out is not None and parts else ""
+            raise CommandError(f"interrupted.{kept}", status=130) from None
         console = Console()
         output.show(report, console)
         for path in output.write(report, out) if out is not None else ():

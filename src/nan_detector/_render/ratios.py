@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from nan_detector._render.drawing import BLACK, COLORS, GREY, literal
 from nan_detector._render.plots import _figure
@@ -12,13 +12,15 @@ from nan_detector._render.plots import _figure
 _HEIGHT = 0.19  # inches per bar
 
 
-def ratio_bars(groups: Mapping[str, Mapping[str, float]], path: str | os.PathLike[str], *, ours: int) -> None:
+def ratio_bars(
+    groups: Mapping[str, Mapping[str, float]], path: str | os.PathLike[str], *, ours: Collection[str]
+) -> None:
     """Draw ratios to the bare step: a group of bars per training, a bar per way of watching, on a log scale.
 
     Args:
         groups: Ratios by variant, by training; every training has the same variants.
         path: PNG file to write.
-        ours: How many of the variants come first and have colours; the others are grey.
+        ours: The variants that have colours; the others are grey.
 
     Raises:
         ImportError: matplotlib is not installed; the message says how to get it.
@@ -31,12 +33,14 @@ def ratio_bars(groups: Mapping[str, Mapping[str, float]], path: str | os.PathLik
         raise ValueError("groups must have the same variants, in the same order, for every training.")
     with _figure(path, height=1.0 + _HEIGHT * (len(variants) + 1.5) * len(groups)) as figure:
         axes = figure.add_subplot()
-        greys = [str(0.45 + 0.4 * i / max(1, len(variants) - ours)) for i in range(len(variants) - ours)]
-        colors = [*COLORS[:ours], *greys]
+        mine = [name for name in variants if name in ours]
+        others = [name for name in variants if name not in ours]
+        colors = dict(zip(mine, COLORS, strict=False))
+        colors |= {name: str(0.35 + 0.5 * i / len(others)) for i, name in enumerate(others)}
         for i, name in enumerate(variants):
             places = [g * (len(variants) + 1.5) + i for g in range(len(groups))]
             values = [max(v[name] - 1.0, 0.0) for v in groups.values()]
-            axes.barh(places, values, left=1.0, height=0.85, color=colors[i], label=literal(name))
+            axes.barh(places, values, left=1.0, height=0.85, color=colors[name], label=literal(name))
             for place, given in zip(places, groups.values(), strict=True):
                 axes.annotate(
                     f"{given[name]:.2f}",
@@ -45,7 +49,7 @@ def ratio_bars(groups: Mapping[str, Mapping[str, float]], path: str | os.PathLik
                     textcoords="offset points",
                     va="center",
                     fontsize=6,
-                    color=GREY if i >= ours else BLACK,
+                    color=BLACK if name in ours else GREY,
                 )
         middle = (len(variants) - 1) / 2
         axes.set_yticks([g * (len(variants) + 1.5) + middle for g in range(len(groups))], list(map(literal, groups)))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nan_detector import NaNDetector
-from nan_detector._judge import Judge
+from nan_detector._glance import Glance
 
 STEPS = 40
 
@@ -38,13 +38,13 @@ def train(model: nn.Module, steps: int = STEPS, lr: Callable[[int], float] = lam
 def short_ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each gate went the short way."""
     answers: list[bool] = []
-    original = Judge.is_ordinary
+    original = Glance.passes
 
-    def counted(self: Judge, *args: Any) -> bool:
+    def counted(self: Glance, *args: Any) -> bool:
         answers.append(original(self, *args))
         return answers[-1]
 
-    monkeypatch.setattr(Judge, "is_ordinary", counted)
+    monkeypatch.setattr(Glance, "passes", counted)
     return answers
 
 
@@ -58,7 +58,7 @@ def test_nearly_all_steps_of_an_ordinary_run_go_the_short_way(watch: str, short_
 @pytest.mark.parametrize("watch", ["step", "layers"])
 def test_both_ways_record_the_same(watch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     short = train(net(), watch=watch).history
-    monkeypatch.setattr(Judge, "is_ordinary", lambda *_: False)
+    monkeypatch.setattr(Glance, "passes", lambda *_: False)
     long = train(net(), watch=watch).history
     assert short.steps.tolist() == long.steps.tolist() == list(range(STEPS))
     assert set(short.columns) == set(long.columns)

@@ -89,6 +89,7 @@ TABLE = (
             "_capsule",
             "_capsule.*",
             "_change",
+            "_contained",
             "_damage",
             "_elements",
             "_engine",

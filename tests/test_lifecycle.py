@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from _footprint import footprint, left_behind
 from _sacred import LEVELS, assert_same, blobs, picture, seed_all
 from _trainings import dropout_and_batch_norm, every_random_stream
-from nan_detector import NaNDetector, NonFiniteError, _recording
+from nan_detector import NaNDetector, NonFiniteError, _glance, _recording
 from nan_detector._engine import Engine
+from nan_detector._glance import Glance
 from nan_detector._judge import Judge
 from nan_detector._optimizers import Optimizers
 from nan_detector._roots import Roots
@@ -288,17 +289,19 @@ INNARDS: list[tuple[Any, str, int]] = [
     (Engine, "_judge", 0),
     (Engine, "_gate", 0),
     (Optimizers, "of", 0),
-    (Engine, "_ordinary_step", 2),
-    (Engine, "_end_of_step", 2),
+    (Engine, "_is_ordinary", 2),
+    (Engine, "_count_step", 2),
     (Judge, "judge", 0),
-    (Judge, "is_ordinary", 2),
+    (Glance, "passes", 2),
+    (_glance, "_measured", 2),
     (Roots, "_enter", 2),
-    (Roots, "_leave", 2),
+    (Roots, "_learn", 0),
     (Tape, "encode_call", 2),
     (Tape, "add", 2),
+    (Tape, "append", 2),
     (Tape, "judged", 2),
-    (_recording, "_write", 2),
-    (_recording, "_plain_backward", 2),
+    (Tape, "made_token", 2),
+    (_recording, "here_and_module", 2),
 ]
 
 

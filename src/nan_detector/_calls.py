@@ -41,17 +41,18 @@ _IGNORED_NAMES = {
 #: Attributes of a tensor that are tensors; reading any other makes nothing to record.
 _TENSOR_ATTRIBUTES = ("grad", "data", "T", "mT", "H", "mH", "real", "imag", "_base")
 
-_kinds: dict[Any, CallKind] = {}
+#: What `kind_of` has decided.
+kinds: dict[Any, CallKind] = {}
 
 
 def kind_of(func: Callable[..., Any]) -> CallKind:
     """The kind of `func`, a function as `__torch_function__` receives it."""
     try:
-        found = _kinds.get(func)
+        found = kinds.get(func)
     except TypeError:  # an unhashable callable
         return CallKind.PLAIN
     if found is None:
-        found = _kinds[func] = _classify(func)
+        found = kinds[func] = _classify(func)
     return found
 
 

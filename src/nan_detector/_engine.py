@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -13,8 +12,10 @@ from nan_detector import _schedulers
 from nan_detector._aftermath import Aftermath
 from nan_detector._book import Book
 from nan_detector._config import Config, Policy, Protect, Watch
+from nan_detector._contained import Contained
 from nan_detector._damage import LastStep
 from nan_detector._errors import NonFiniteError
+from nan_detector._glance import Glance
 from nan_detector._hazards import Hazards, Judged
 from nan_detector._judge import Judge, parameters_with_gradients
 from nan_detector._keeper import Keeper
@@ -29,7 +30,7 @@ from nan_detector._scaled_clip import ScaledClips
 from nan_detector._session import Session, session
 from nan_detector._skip import cancelled, closure_of, is_stand_in, judged
 from nan_detector._source import here
-from nan_detector._state import BUG, is_replaying, strict
+from nan_detector._state import is_replaying
 from nan_detector._stepped import Stepped
 from nan_detector._summary import headline
 from nan_detector._tape import Entry
@@ -47,8 +48,10 @@ MAX_UNJUDGED = 64
 MAX_IDLE = 8
 
 #: Frames between the short way through the gate and the function that runs the hooks around an optimizer's step.
-_TO_STEP = 6
+_TO_STEP = 5
 
+_clock = time.perf_counter
+_new_last = tuple.__new__
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
@@ -61,11 +64,11 @@ class Engine:
     def __init__(self, models: dict[str, torch.nn.Module], config: Config, book: Book) -> None:
         self.run = Run(models, config, book)
         self.overheads: deque[float] = deque(maxlen=OVERHEAD_STEPS)
-        self.standing_down = False
+        self.contained = Contained()
+        self.contain = self.contained.run
         self.optimizers = Optimizers(self.run, self._name_anew)
         self.guessed_groups = 0  # counted while no optimizer was known: one step, if one comes (accumulation)
         steppeds = self.optimizers.stepped
-        self._spent = 0.0
         self._clips = ScaledClips(self.run)
         self._unforgotten = False  # the step was judged, and is not yet off the tape
         self.watch: StepWatch = _LEVELS[config.watch](self.run)
@@ -87,11 +90,10 @@ class Engine:
         self.hazards = Hazards(self.run, self.watch)
         if config.watch is Watch.LAYERS:
             book.rows_for_log = Peaks(self.run, lambda: self.watch.limits).rows
-        #: Nothing is asked for beyond the gate itself: a step like the one before can take the short way.
-        self._usual = (
-            self.judge.simple and self.keeper is None and not self.aftermath.full and config.hazards_every is None
-        )
-        self.roots = Roots(list(models.values()), self.on_enter, self.on_leave, self.contain)
+        #: Where nothing is asked for beyond the gate itself, a step like the one before can take the short way.
+        usual = self.judge.simple and self.keeper is None and not self.aftermath.full and config.hazards_every is None
+        self._glance = Glance(self.judge, self.judge.layers) if usual else None
+        self.roots = Roots(list(models.values()), self.on_enter, self.on_leave, self.contained)
 
     # -- from attach to detach -------------------------------------------------------------------------------------
 
@@ -134,29 +136,20 @@ class Engine:
         self.judge.rounds = Rounds(self.run, self.optimizers.stepped)
         self.roots.add(model)
 
-    def contain(self, work: Callable[..., T], *args: Any) -> T | None:
-        """Run our own ``work(*args)`` so that a bug in it never stops the user's training."""
-        if self.standing_down:
-            return None
-        started = time.perf_counter()
-        try:
-            return work(*args)
-        except NonFiniteError:
-            raise
-        except Exception:
-            self.standing_down = True
-            if strict():
-                raise
-            session().tell(BUG)
-            return None
-        finally:
-            self._spent += time.perf_counter() - started
+    @property
+    def standing_down(self) -> bool:
+        """There was a bug of ours, or another detector took over: nothing more is done."""
+        return self.contained.down
+
+    @standing_down.setter
+    def standing_down(self, down: bool) -> None:
+        self.contained.down = down
 
     # -- root calls ------------------------------------------------------------------------------------------------
 
     def on_enter(self, current: Session, training: bool) -> None:
         """A watched model is about to be called, outermost."""
-        if not training or self.standing_down:
+        if not training or self.contained.down:
             return
         if current.looks:
             self.contain(self.judge.explain_looks, current)
@@ -222,47 +215,50 @@ class Engine:
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any, current: Session) -> tuple[Any, Any] | None:
         """The gate. None lets the step through; a replaced call takes its place."""
-        if self.standing_down:
+        contained = self.contained
+        if contained.down:
             return None
-        if self._usual and not kwargs and len(args) == 1 and not current.stepping:
-            stepped = self.optimizers.stepped.get(id(optimizer))
-            if stepped is not None and self.contain(self._ordinary_step, stepped, optimizer, current):
+        if self._glance is not None and not kwargs and len(args) == 1 and not current.stepping:
+            started = _clock()
+            try:
+                if self._is_ordinary(self._glance, optimizer, current):
+                    return None
+            except NonFiniteError:
+                raise
+            except Exception:
+                contained.failed()
                 return None
+            finally:
+                contained.spent += _clock() - started
         if is_stand_in(optimizer):
             return None
         if current.stepping and is_within_step(optimizer):
             return None  # a subclass that calls `super().step()` fires the hooks again, within one and the same step
         return self.contain(self._before_step, optimizer, args, kwargs, current)
 
-    def _ordinary_step(self, stepped: Stepped, optimizer: Any, current: Session) -> bool:
+    def _is_ordinary(self, glance: Glance, optimizer: Any, current: Session) -> bool:
         """The gate where all is as in the step before. False where it is not: then nothing has been done."""
-        tape = current.tape
+        stepped, tape = self.optimizers.stepped.get(id(optimizer)), current.tape
         if (
-            not stepped.counted
+            stepped is None
             or tape.backwards != 1
             or current.users != 1
             or current.broken
             or self._unforgotten
             or self.aftermath.unchecked
-            or stepped.optimizer() is not optimizer
+            or not (tape.entries[0].kind == "root" or self.roots.armed or tape.has_root())
+            or not glance.passes(stepped, optimizer, current)
         ):
             return False
-        backward = tape.entries[-1]
-        if backward.kind != "backward":  # gradients were clipped, or looked at
-            backward = next(e for e in reversed(tape.entries) if e.kind == "backward" and not e.judged)
-        if not (self.roots.armed or tape.entries[0].kind == "root" or tape.has_root()):
-            return False
-        if not self.judge.is_ordinary(current, stepped, optimizer, backward):
-            return False
         current.gates += 1
-        step, groups = self.run.step, self.run.groups
+        run = self.run
+        step, groups = run.step, run.groups
         self.hazards.last = Judged(tape, self.responder.running, step)
-        keep_alive = len(self.optimizers.stepped) > 1 or groups < 2
-        if keep_alive or _function_modes() or _dispatch_modes():
+        if groups < 2 or len(self.optimizers.stepped) > 1 or _function_modes() or _dispatch_modes():
             self._forget(current)
         else:
             tape.judged(False)
-        stepped.last = LastStep(step, here(_TO_STEP), groups)
+        stepped.last = _new_last(LastStep, (step, here(_TO_STEP), groups))
         return True
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any, current: Session) -> tuple[Any, Any] | None:
@@ -358,7 +354,14 @@ class Engine:
         stepped = self.optimizers.stepped.get(id(optimizer))
         if current.stepping and is_within_step(optimizer):
             return
-        if stepped is not None and stepped.owned and not self.standing_down:
+        if stepped is None or not stepped.owned or self.contained.down:
+            return
+        if self._glance is not None and not (current.stepping or self.run.ledger.rows or self._unforgotten):
+            try:
+                self._count_step()
+            except Exception:
+                self.contained.failed()
+        else:
             self.contain(self._after_step, stepped, current)
 
     def _undo_damage(self) -> bool:
@@ -403,9 +406,13 @@ class Engine:
     def _end_of_step(self, current: Session) -> None:
         if self._unforgotten:
             self._forget(current)
+        self._count_step()
+
+    def _count_step(self) -> None:
         self.run.groups += 1
-        self.overheads.append(1000.0 * (self._spent + current.take_spent()))
-        self._spent = 0.0
+        contained = self.contained
+        self.overheads.append(1000.0 * contained.spent)
+        contained.spent = 0.0
 
     # -- everything else that happens ------------------------------------------------------------------------------
 

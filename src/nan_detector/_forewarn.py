@@ -104,33 +104,28 @@ class Forewarning:
             run.book.warn(record, record.message)
         self._high_loss, self._high_norm = self._early.unremarkable
 
-    def note(
-        self,
-        run: Run,
-        optimizer: Any,
-        reading: Reading,
-        names: list[str],
-        lr: float | None,
-        layers: Mapping[str, float] = _NOTHING,
-        limits: Mapping[str, float] = _NOTHING,
-    ) -> None:
+    def note(self, run: Run, step: int, lr: float | None, loss: float, total: float) -> bool:
         """`feed` for a step without a loss scale, put off for up to `BLOCK` steps where nothing stands out.
 
-        Many at once cost a third of one by one: the code is warm then. Layers are looked at at once.
+        Many at once cost a third of one by one: the code is warm then.
+
+        Returns:
+            False where the step must be given to `feed` at once; then nothing has been done.
         """
-        loss, total = reading.loss, reading.total
         count = self._count + 1
-        if lr != self._lr or loss is None or total is None or not count % DEAD_AFTER:
-            self.feed(run, optimizer, reading, names, lr, None, False, layers, limits)
-            return
-        if layers:
-            for record in self._early.feed_layers(run.step, layers, limits):
-                run.book.warn(record, record.message)
+        if lr != self._lr or not count % DEAD_AFTER:
+            return False
         self._count = count
         waiting = self._waiting
-        waiting.append((run.step, loss, total))
+        waiting.append((step, loss, total))
         if not 0.0 < loss < self._high_loss or total > self._high_norm or len(waiting) >= BLOCK:
             self.catch_up(run)
+        return True
+
+    def note_layers(self, run: Run, step: int, layers: Mapping[str, float], limits: Mapping[str, float]) -> None:
+        """The layers of a step that was noted: they are looked at at once."""
+        for record in self._early.feed_layers(step, layers, limits):
+            run.book.warn(record, record.message)
 
     def catch_up(self, run: Run) -> None:
         """Look at what waits."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,8 +19,11 @@ from nan_detector._hyper import bad_hyperparameter
 from nan_detector._layers import Layers
 from nan_detector._quiet import quiet
 from nan_detector._records import StepRow
-from nan_detector._run import Run
-from nan_detector._stepped import Stepped
+from nan_detector._stepped import Places, Stepped
+
+if TYPE_CHECKING:
+    from nan_detector._judge import Judge
+    from nan_detector._session import Session
 
 Tensor = torch.Tensor
 
@@ -31,119 +34,175 @@ MOST = 4096
 
 _NoTorchFunction = torch._C.DisableTorchFunction
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_is_grad_enabled = torch.is_grad_enabled
-_set_grad_enabled = torch._C._set_grad_enabled
 _foreach_norm = torch._foreach_norm
 _vector_norm = torch.linalg.vector_norm
-_stack = torch.stack
+_hypot = math.hypot
 _isfinite = math.isfinite
+_stack = torch.stack
 
 
-def is_sound(
-    run: Run, stepped: Stepped, optimizer: Any, call: int, loss: Tensor, state: Tensor | None, layers: Layers | None
-) -> bool:
-    """Measure and record the step that is about to be taken. False where it is not plainly an ordinary, healthy one.
+class Glance:
+    """The short way through the gate of one run.
 
     Args:
-        run: The watched run.
-        stepped: What the optimizer steps.
-        optimizer: The optimizer.
-        call: Which call of an optimizer's step this is: a closure's further evaluations are not fed to the warnings.
-        loss: The loss, of one element.
-        state: Numbers on the device that must be finite as well; None where there are none.
+        judge: The long way.
         layers: What the layers' outputs reached, at that level.
     """
-    if id(optimizer.state) != stepped.state_seen:
-        return False
-    if not stepped.unchanged(optimizer):
-        if not stepped.fits(optimizer) or bad_hyperparameter(optimizer) is not None:
+
+    def __init__(self, judge: Judge, layers: Layers | None) -> None:
+        self.judge = judge
+        self.run = judge.run
+        self.layers = layers
+        self.most = judge.run.config.grad_norm_warn
+
+    def passes(self, stepped: Stepped, optimizer: torch.optim.Optimizer, current: Session) -> bool:
+        """True where the step about to be taken is an ordinary, healthy one: it is measured and recorded then.
+
+        Else nothing has been done, and the judge does it all.
+
+        Args:
+            stepped: What the optimizer steps.
+            optimizer: The optimizer.
+            current: The session, with one backward on its tape.
+        """
+        judge, run = self.judge, self.run
+        if (
+            not stepped.counted
+            or id(optimizer.state) != stepped.state_seen
+            or stepped.optimizer() is not optimizer
+            or current.scaler is not None
+            or current.looks
+            or judge.evaluation.waiting
+        ):
             return False
-        stepped.settled(optimizer)
-    rate = optimizer.param_groups[0].get("lr")
-    lr = rate if type(rate) is float else float(rate) if isinstance(rate, (int, float)) else None
-    if _dispatch_modes():
-        with quiet():
-            reading, reached = _measured(run, stepped, optimizer, loss, state, lr, layers)
-    else:
-        # As `quiet` does, which is for any number of modes.
-        with _NoTorchFunction():
-            grad_enabled = _is_grad_enabled()
-            _set_grad_enabled(False)
-            try:
-                reading, reached = _measured(run, stepped, optimizer, loss, state, lr, layers)
-            finally:
-                _set_grad_enabled(grad_enabled)
-    if reading is None:
-        return False
-    if layers is not None:
-        layers.forget()
-    if run.book.log is not None:
-        run.book.write(StepRow(run.step, reading.loss, reading.total, reading.largest, lr, None))
-    if stepped.call != call:
-        stepped.call = call
+        entries = current.tape.entries
+        backward = entries[-1]
+        if backward.kind != "backward":  # gradients were clipped, or looked at
+            backward = next(e for e in reversed(entries) if e.kind == "backward" and not e.judged)
+        losses = backward.unscaled or backward.losses
+        if len(losses) != 1:
+            return False
+        groups = optimizer.param_groups
+        if not stepped.unchanged(groups):
+            if not stepped.fits(optimizer) or bad_hyperparameter(optimizer) is not None:
+                return False
+            stepped.settled(optimizer)
+        rate = groups[0].get("lr")
+        lr = rate if type(rate) is float else float(rate) if isinstance(rate, (int, float)) else None
+        rounds = judge.rounds
+        state = rounds.due()
+        layers = self.layers
+        if _dispatch_modes():
+            with quiet():
+                found = _measured(self, stepped, groups, losses[0], state, lr)
+        else:
+            # Nothing is made here that needs a graph; where a gradient has one, this is not an ordinary step.
+            with _NoTorchFunction():
+                found = _measured(self, stepped, groups, losses[0], state, lr)
+        if found is None:
+            judge.fetched = (state,)
+            return False
+        loss, norms, largest, reached, row = found
+        total = _hypot(*norms)
+        if layers is not None:
+            layers.forget()
+        step = run.step
+        if run.book.log is not None:
+            run.book.write(StepRow(step, loss, total, largest, lr, None))
+        stepped.call = current.steps
+        forewarning = stepped.forewarning
         if layers is None:
-            stepped.forewarning.note(run, optimizer, reading, stepped.names, lr)
+            if not forewarning.note(run, step, lr, loss, total):
+                reading = Reading(row, 1 + len(norms), len(norms), loss, total, largest, norms)
+                forewarning.feed(run, optimizer, reading, stepped.names, lr)
         else:
             reached_by = dict(zip(layers.columns, reached, strict=True))
-            stepped.forewarning.note(run, optimizer, reading, stepped.names, lr, reached_by, layers.limits)
-    return True
+            if forewarning.note(run, step, lr, loss, total):
+                forewarning.note_layers(run, step, reached_by, layers.limits)
+            else:
+                reading = Reading(row, len(row), len(norms), loss, total, largest, norms)
+                forewarning.feed(run, optimizer, reading, stepped.names, lr, None, False, reached_by, layers.limits)
+        if state is not None:
+            rounds.fine()
+        judge.clean = True
+        run.ledger.last_good_step = step
+        return True
 
 
-_Measured = tuple[Reading | None, Sequence[float]]
-_NOT: _Measured = (None, ())
+#: Loss, norms, the largest of them, what each layer reached, and the row that they stand in.
+_Measured = tuple[float, list[float], float, Sequence[float], Tensor]
 
 
 def _measured(
-    run: Run,
-    stepped: Stepped,
-    optimizer: Any,
-    loss: Tensor,
-    state: Tensor | None,
-    lr: float | None,
-    layers: Layers | None,
-) -> _Measured:
-    """The reading, and the largest magnitude of each layer; no reading where anything is unusual."""
+    glance: Glance, stepped: Stepped, groups: list[dict[str, Any]], loss: Tensor, state: Tensor | None, lr: float | None
+) -> _Measured | None:
+    """Measure and record the step; None where anything is unusual."""
     # Of what is stepped now: a parameter may have been replaced in its list.
-    grads = [g for group in optimizer.param_groups for p in group["params"] if (g := p.grad) is not None]
-    count = len(grads)
+    if len(groups) == 1:
+        grads = [g for p in groups[0]["params"] if (g := p.grad) is not None]
+    else:
+        grads = [g for group in groups for p in group["params"] if (g := p.grad) is not None]
+    run, places = glance.run, stepped.places
+    recorder = run.recorder
+    try:
+        with run.lock:
+            if (
+                places is None
+                or glance.layers is not None
+                or not (places.table is recorder.table or recorder.turn_to(places.table))
+            ):
+                return _gathered(glance, stepped, grads, loss, state, lr)
+            if len(grads) != places.gradients:
+                return None
+            scratch = places.scratch
+            places.first.copy_(loss)
+            for g, place in zip(grads, places.norms, strict=True):
+                _vector_norm(g, out=place)
+            values: list[float] = (scratch if state is None else torch.cat([scratch, state])).tolist()
+            norms = values[1 : 1 + places.gradients]
+            largest = max(norms)
+            if not (_isfinite(sum(values)) and 0.0 < largest <= glance.most):
+                return None
+            row = places.table.rows[places.table.next]
+            row.copy_(scratch)
+            recorder.keep(run.step, lr)
+            return values[0], norms, largest, (), row
+    except RuntimeError:  # a mixture of layouts, dtypes or devices
+        return None
+
+
+def _gathered(
+    glance: Glance, stepped: Stepped, grads: list[Tensor], loss: Tensor, state: Tensor | None, lr: float | None
+) -> _Measured | None:
+    """`_measured` for many gradients, or with layers; and for few of them the first time, when places are made."""
+    run, layers, count = glance.run, glance.layers, len(grads)
     if not 0 < count <= MOST or count != len(stepped.names) or loss.dim() or loss.is_complex():
-        return _NOT
+        return None
     extremes, width = None, 0
+    names = stepped.columns(stepped.names, True, count + 1)
     if layers is not None:
         extremes = layers.complete
         if extremes is None or extremes.device != loss.device:
-            return _NOT
+            return None
         width = len(extremes)
-    names = stepped.columns(stepped.names, True, count + 1)
-    if layers is not None:
         names = _joined(layers.recorded_names, names)
-    try:
-        with run.lock:
-            row = run.recorder.next_row(names, loss)
-            if row is None:
-                return _NOT
-            part = row
-            if extremes is not None:
-                torch.amax(extremes.abs(), 1, out=row[:width])
-                part = row[width:]
-            if count <= FEWEST and extremes is None and grads[0].dtype is torch.float32:
-                scratch, first, places = stepped.places_like(row)
-                first.copy_(loss)
-                for g, place in zip(grads, places, strict=True):
-                    _vector_norm(g, out=place)
-                row.copy_(scratch)
-            else:
-                _stack([loss, *_foreach_norm(grads, 2, dtype=torch.float32)], out=part)
-            values: list[float] = (row if state is None else torch.cat([row, state])).tolist()
-            norms = values[width + 1 : width + 1 + count]
-            largest = max(norms)
-            if not (_isfinite(sum(values)) and 0.0 < largest <= run.config.grad_norm_warn):
-                return _NOT
-            run.recorder.keep(run.step, lr)
-    except RuntimeError:  # a mixture of layouts, dtypes or devices
-        return _NOT
-    reading = Reading(row, width + 1 + count, count, values[width], math.hypot(*norms), largest, norms)
-    return reading, values[:width]
+    row = run.recorder.next_row(names, loss)
+    if row is None:
+        return None
+    part = row
+    if extremes is not None:
+        torch.amax(extremes.abs(), 1, out=row[:width])
+        part = row[width:]
+    _stack([loss, *_foreach_norm(grads, 2, dtype=torch.float32)], out=part)
+    values: list[float] = (row if state is None else torch.cat([row, state])).tolist()
+    norms = values[width + 1 : width + 1 + count]
+    largest = max(norms)
+    if not (_isfinite(sum(values)) and 0.0 < largest <= glance.most):
+        return None
+    run.recorder.keep(run.step, lr)
+    if layers is None and count <= FEWEST and all(g.dtype is torch.float32 for g in grads):
+        stepped.places = Places.of(run.recorder.table, row)
+    return values[width], norms, largest, values[:width], row
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,6 @@ from nan_detector._finite import read
 from nan_detector._forewarn import Forewarning
 from nan_detector._further import Further
 from nan_detector._gate import Reading, Suspicion, column_names, confirm, in_full, measure, take, without_scale
-from nan_detector._glance import is_sound
 from nan_detector._hit import Finding
 from nan_detector._hyper import HyperProblem, bad_hyperparameter
 from nan_detector._layers import absolute_maxima
@@ -47,10 +46,10 @@ class Judge:
         self.clean = False  # what was judged last was finite
         self.evaluation = Evaluation(run.names)
         self.further = Further(run, run.config.also_watch) if run.config.also_watch else None
-        self._layers = watch.layers if isinstance(watch, LayerWatch) else None
+        self.layers = watch.layers if isinstance(watch, LayerWatch) else None
         #: Nothing is read but the loss, gradients, layers and a slice of the state.
-        self.simple = (type(watch) is StepWatch or self._layers is not None) and self.further is None
-        self._fetched: tuple[Tensor | None] | None = None  # a slice of the state that a glance has asked for in vain
+        self.simple = (type(watch) is StepWatch or self.layers is not None) and self.further is None
+        self.fetched: tuple[Tensor | None] | None = None  # a slice of the state that a glance has asked for in vain
         self.skipping: Stepped | None = None  # whose step a GradScaler does not take
         self._skips = Skips()
         self.erasures = Erasures()
@@ -77,8 +76,8 @@ class Judge:
         """
         self.clean = False
         losses = [loss for e in pending for loss in e.unscaled or e.losses]
-        (state,) = self._fetched or (self.rounds.due(),)
-        self._fetched = None
+        (state,) = self.fetched or (self.rounds.due(),)
+        self.fetched = None
         scale = scale_in_use(current)
         if current.looks:
             self.tell_handled(current, pending)
@@ -150,7 +149,8 @@ class Judge:
             self.watch.healthy(current, columns, extremes)
             self._forewarn(current, reading, names, stepped, factor, overflow, columns, extremes)
             if not overflow and (names or losses):
-                self._was_clean()
+                self.clean = True
+                self.run.ledger.last_good_step = self.run.step
         if self.further is not None:
             self.further.judge(further)
         return refuse
@@ -167,29 +167,6 @@ class Judge:
                 if found is not None:
                     self.responder.found_at_end(current, self.rounds.dated(found), self.rounds.step)
                     return
-
-    def _was_clean(self) -> None:
-        self.clean = True
-        self.run.ledger.last_good_step = self.run.step
-
-    def is_ordinary(self, current: Session, stepped: Stepped, optimizer: Any, backward: Entry) -> bool:
-        """True where the step is an ordinary, healthy one, with one loss: it is judged, measured and recorded then.
-
-        Else nothing has been done, and `judge` does it all.
-        """
-        if not self.simple or current.scaler is not None or current.looks or self.evaluation.waiting:
-            return False
-        losses = backward.unscaled or backward.losses
-        if len(losses) != 1:
-            return False
-        state = self.rounds.due()
-        if not is_sound(self.run, stepped, optimizer, current.steps, losses[0], state, self._layers):
-            self._fetched = (state,)
-            return False
-        if state is not None:
-            self.rounds.fine()
-        self._was_clean()
-        return True
 
     def _erased(self, current: Session, pending: list[Entry], optimizer: Any) -> tuple[Suspicion, bool]:
         """Every gradient is 0: the event, and whether the step is refused, where an overflowed norm made them so."""

@@ -51,6 +51,7 @@ class Habits:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.calls = 0
+        self.settled = False  # nothing more is learned, and a call changes nothing but torch's own random streams
         self.python_rng = False
         self.numpy_rng = False
         self.buffers: set[tuple[int, str]] = set()
@@ -81,8 +82,6 @@ class Habits:
             moment.generators = self._generator_states()
             return moment
         moment = Moment(module, rng_state())
-        if not (self.buffers or self.attributes or self.python_rng or self.numpy_rng or self.generators):
-            return moment
         by_id = {id(m): m for m in self.modules} if self.buffers or self.attributes else {}
         if self.python_rng:
             moment.python_rng = random.getstate()
@@ -104,8 +103,13 @@ class Habits:
             return
         self.calls += 1
         before, self._before = self._before, None
-        if before is None:
-            return
+        if before is not None:
+            self._compare(before, moment)
+        self.settled = not self.learning and not (
+            self.buffers or self.attributes or self.python_rng or self.numpy_rng or self.generators
+        )
+
+    def _compare(self, before: _Picture, moment: Moment) -> None:
         self.python_rng |= random.getstate() != moment.python_rng
         self.numpy_rng |= not _same_numpy(moment.numpy_rng, _numpy_state())
         for m, n, b in _buffers(self.modules):

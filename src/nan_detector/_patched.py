@@ -43,21 +43,9 @@ watchers: list[Watcher] = []
 to_undo: list[Callable[[], object]] = []
 
 
-def wrap(owner: Any, name: str, around: Callable[..., Any], *, bare: bool = False) -> None:
-    """Put `around` in the place of a method: it is called with the original in front, except where code is traced.
-
-    Args:
-        owner: The class.
-        name: The method.
-        around: What is called instead.
-        bare: Code that is traced does not come here: `around` is called without asking.
-    """
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Put `around` in the place of a method: it is called with the original in front, except where code is traced."""
     original = owner.__dict__[name]
-    if bare:
-        # A plain function, as `functools.partial` would not be bound to its object.
-        setattr(owner, name, functools.wraps(original)(lambda *args: around(original, *args)))
-        to_undo.append(lambda: setattr(owner, name, original))
-        return
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ does nothing for threads and modules that nobody watches.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +18,12 @@ from nan_detector._patched import Watcher, compiling, lock, to_undo, watchers, w
 from nan_detector._patched_apply import wrap_apply
 from nan_detector._patched_compile import wrap_compile_in_place, wrap_compiled_calls, wrap_compiled_modules
 from nan_detector._recording import backward, scaled
-from nan_detector._session import Session, all_sessions, session
+from nan_detector._session import Session, all_sessions, session, sessions
 from nan_detector._skip import closure_of
-from nan_detector._state import is_replaying, steps_in_replay
+from nan_detector._state import is_replaying, local, steps_in_replay
+
+#: How PyTorch names the profiler's record around an optimizer's step.
+_STEP_RECORD = "Optimizer.step#"
 
 
 class ReplayEnds(BaseException):
@@ -56,9 +60,7 @@ def _install() -> None:
     wrap(torch.amp.GradScaler, "unscale_", _unscale)
     wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", _next_batch)
     # Every optimizer step opens one. Its operation takes a slow way through PyTorch when a function mode is there.
-    # It is opened twice in an ordinary step, and TorchDynamo never traces it: no question is asked in between.
-    wrap(torch.autograd.profiler.record_function, "__enter__", _record_begins, bare=True)
-    wrap(torch.autograd.profiler.record_function, "__exit__", _record_ends, bare=True)
+    _wrap_record(torch.autograd.profiler.record_function)
     wrap_apply()
     wrap_compiled_calls()
     wrap_compiled_modules()
@@ -81,21 +83,21 @@ def _forget_threads() -> None:
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if compiling():
         return None
-    if is_replaying():
+    if local.replaying:
         if steps_in_replay(optimizer):
             return None
         closure = closure_of(args, kwargs)
         if closure is not None:  # the gradients of such a step are made within it
             closure()
         raise ReplayEnds
-    current = session()
+    current = sessions.current or session()
     current.steps += 1
     if current.mode is not None:
         current.pop()
     current.paused += 1
     replaced = None
     try:
-        for watcher in list(watchers):
+        for watcher in [*watchers]:
             answer = watcher.before_step(optimizer, args, kwargs, current)
             if answer is not None:
                 replaced = answer
@@ -107,24 +109,26 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | No
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    if compiling() or is_replaying():
+    if compiling() or local.replaying:
         return
-    current = session()
+    current = sessions.current or session()
     # A step that raised never came here; its marks are cleared with those above it.
-    while current.stepping:
-        top = current.stepping.pop()
-        current.paused = max(0, current.paused - 1)
-        if top is optimizer or not current.stepping:
+    stepping = current.stepping
+    while stepping:
+        top = stepping.pop()
+        if current.paused:
+            current.paused -= 1
+        if top is optimizer:
             break
-    for watcher in list(watchers):
+    for watcher in [*watchers]:
         watcher.after_step(optimizer, current)
     if current.home and not current.in_step_record:
         current.push()
 
 
 def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    current = session()
-    if current.paused or not current.pop():
+    current = sessions.current
+    if current is None or current.paused or not current.pop():
         return original(*args, **kwargs)
     try:
         return backward(current, original, args, kwargs)
@@ -133,15 +137,15 @@ def _backward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _zero_grad(original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
-    if is_replaying():
+    if local.replaying:
         if isinstance(owner, torch.optim.Optimizer) and steps_in_replay(owner):
             return original(owner, *args, **kwargs)
         return None
-    current = session()
-    if not current.users:
+    current = sessions.current
+    if current is None or not current.users:
         return original(owner, *args, **kwargs)
     current.recover()
-    for watcher in list(watchers):
+    for watcher in [*watchers]:
         watcher.gradients_dropped(owner, current)
     popped = current.pop()
     current.paused += 1
@@ -169,34 +173,47 @@ def _quiet(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
 
-def _record_begins(original: Callable[..., Any], record: Any) -> Any:
-    current = session()
-    if current.mode is None:
-        return original(record)
-    popped = current.pop()
-    try:
-        return original(record)
-    finally:
-        if popped and record.name.startswith("Optimizer.step#"):
-            current.in_step_record = True  # the step's hooks would take it off next
-        elif popped:
-            current.push()
+def _wrap_record(cls: Any) -> None:
+    """Take the mode off around the profiler's records; the one around an optimizer's step leaves it off.
 
+    An ordinary step opens two of them, and TorchDynamo never traces it: no function stands in between, and nothing is
+    asked that need not be.
+    """
+    begins, ends = cls.__enter__, cls.__exit__
 
-def _record_ends(original: Callable[..., Any], record: Any, *error: Any) -> Any:
-    current = session()
-    if current.mode is None and not current.in_step_record:
-        return original(record, *error)
-    ends_step = current.in_step_record and record.name.startswith("Optimizer.step#")
-    popped = current.pop()
-    try:
-        return original(record, *error)
-    finally:
-        if ends_step:
-            current.in_step_record = False
-            current.recover()
-        elif popped:
-            current.push()
+    @functools.wraps(begins)
+    def record_begins(record: Any) -> Any:
+        current = sessions.current
+        if current is None or current.mode is None:
+            return begins(record)
+        popped = current.pop()
+        try:
+            return begins(record)
+        finally:
+            if popped and record.name.startswith(_STEP_RECORD):
+                current.in_step_record = True  # the step's hooks would take it off next
+            elif popped:
+                current.push()
+
+    @functools.wraps(ends)
+    def record_ends(record: Any, *error: Any) -> Any:
+        current = sessions.current
+        if current is None or (current.mode is None and not current.in_step_record):
+            return ends(record, *error)
+        ends_step = current.in_step_record and record.name.startswith(_STEP_RECORD)
+        popped = current.pop()
+        try:
+            return ends(record, *error)
+        finally:
+            if ends_step:
+                current.in_step_record = False
+                current.recover()
+            elif popped:
+                current.push()
+
+    cls.__enter__, cls.__exit__ = record_begins, record_ends
+    to_undo.append(lambda: setattr(cls, "__enter__", begins))
+    to_undo.append(lambda: setattr(cls, "__exit__", ends))
 
 
 def _scaler_scale(original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:

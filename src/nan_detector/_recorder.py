@@ -141,7 +141,7 @@ class Recorder:
             raise ValueError(f"history={history!r} and max_bytes={max_bytes!r} must both be at least 1.")
         self._history, self._max_bytes, self._rank = history, max_bytes, rank
         self._names: tuple[str, ...] = ()
-        self._table: _Table | None = None
+        self.table: _Table | None = None  # the one that is written
         self._tables: list[_Table] = []
         self._count = 0
 
@@ -173,7 +173,7 @@ class Recorder:
         if len({*wanted, *_RESERVED}) < len(wanted) + len(_RESERVED):
             twice = sorted({n for n in wanted if n in _RESERVED or wanted.count(n) > 1})
             raise ValueError(f"names={twice!r}: each column needs its own name, and 'lr' and 'loss_scale' are taken.")
-        self._names, self._table = wanted, None
+        self._names, self.table = wanted, None
 
     def append(self, step: int, values: Tensor, lr: float | None, loss_scale: float | None = None) -> None:
         """Record one step. Reads nothing to the host: about 1.4 µs for 10 columns on a CPU.
@@ -188,7 +188,7 @@ class Recorder:
         Raises:
             ValueError: `values` has another length than the columns.
         """
-        table = self._table
+        table = self.table
         if table is None or values.device != table.device:
             table = self._open(values)
         if values.numel() != table.width:
@@ -196,7 +196,7 @@ class Recorder:
                 f"values has {values.numel()} entries for {table.width} columns; call set_columns() with one name each."
             )
         table.rows[table.next].copy_(values.detach() if values.requires_grad else values)
-        self._advance(table, step, lr, loss_scale)
+        self.keep(step, lr, loss_scale)
 
     def next_row(self, names: tuple[str, ...], like: Tensor) -> Tensor | None:
         """The row that is written next, for whoever can measure right into it. It counts once `keep` is called.
@@ -208,18 +208,24 @@ class Recorder:
         Returns:
             float32, shape (columns,); None where numbers like these are not kept as float32.
         """
-        table = self._table
+        table = self.table
         if names is not self._names or table is None or table.device != like.device:
             self.set_columns(names)
             table = self._open(like)
         return table.rows[table.next] if table.dtype is torch.float32 else None
 
+    def turn_to(self, table: _Table) -> bool:
+        """Write into `table` from now on, as with its columns' names. False where it has been given up."""
+        if not any(t is table for t in self._tables):
+            return False
+        self._names, self.table = table.names, table
+        return True
+
     def keep(self, step: int, lr: float | None, loss_scale: float | None = None) -> None:
         """What was measured into `next_row` is the row of this step."""
-        if self._table is not None:
-            self._advance(self._table, step, lr, loss_scale)
-
-    def _advance(self, table: _Table, step: int, lr: float | None, loss_scale: float | None) -> None:
+        table = self.table
+        if table is None:
+            return
         at, count = table.next, self._count
         table.numbers[at] = _new_numbers(_Numbers, (count, step, lr, loss_scale))
         self._count = count + 1
@@ -281,19 +287,19 @@ class Recorder:
         dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
         for table in self._tables:
             if (table.names, table.device, table.dtype) == (self._names, values.device, dtype):
-                self._table = table
+                self.table = table
                 return table
         self._tables = sorted(self._tables, key=lambda t: t.newest)[-(MOST_TABLES - 1) :]
         self._forget_stale(opening=True)
         capacity = self._capacity(len(self._names), dtype, len(self._tables) + 1)
         table = _Table(self._names, values.device, dtype, capacity)
         self._tables.append(table)
-        self._table = table
+        self.table = table
         return table
 
     def _forget_stale(self, *, opening: bool = False) -> None:
         """Drop rings that hold no row of the last `history` ones, and share the memory out among the others."""
-        self._tables = [t for t in self._tables if t is self._table or t.newest >= self._count - self._history]
+        self._tables = [t for t in self._tables if t is self.table or t.newest >= self._count - self._history]
         for table in self._tables:
             table.resize(self._capacity(table.width, table.dtype, len(self._tables) + opening))
 

@@ -9,6 +9,7 @@ import torch
 
 from nan_detector import _finite
 from nan_detector._calls import CallKind, kind_of, public_name
+from nan_detector._calls import kinds as _kinds
 from nan_detector._quiet import hidden, quiet
 from nan_detector._rng import rng_state
 from nan_detector._source import Mark, here, here_and_module
@@ -17,7 +18,7 @@ from nan_detector._tape import Entry, Made, Outside, Tensor, autocast_state, ten
 from nan_detector._written_weights import parameter_behind, weights_behind
 
 if TYPE_CHECKING:
-    from nan_detector._session import Session
+    from nan_detector._session import Session, TapeMode
 
 _compiling = torch.compiler.is_compiling
 _function_modes = torch._C._len_torch_function_stack
@@ -45,9 +46,62 @@ class Look(NamedTuple):
     step: int
 
 
-def call(session: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run one call of the user's and write it down."""
-    kind = kind_of(func)
+def torch_function(
+    mode: TapeMode,
+    func: Callable[..., Any],
+    types: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """The function mode's handler: run one call of the user's and write it down.
+
+    What nearly all calls are is written here, as a further function for it would cost as much as what it does.
+    """
+    session = mode.session
+    if session is None or _compiling() or session.paused:
+        return func(*args, **(kwargs or {}))
+    try:
+        kind = _kinds.get(func) or kind_of(func)
+    except TypeError:  # an unhashable callable
+        kind = CallKind.PLAIN
+    if kind is not CallKind.PLAIN:
+        return call(session, func, args, kwargs or {}, kind)
+    if _functorch_level() is not None:
+        return func(*args, **(kwargs or {}))
+    session.busy += 1
+    try:
+        out = func(*args, **kwargs) if kwargs else func(*args)
+    except Exception:
+        _failed(session, None, func, args, kwargs or {}, kind)
+        raise
+    finally:
+        session.busy -= 1
+    if type(out) is not Tensor or _function_modes() or _dispatch_modes():
+        return _note(session, func, args, kwargs or {}, kind, None, out)
+    try:
+        tape = session.tape
+        begun = tape.begun
+        mark, owner = here_and_module(2)
+        encoded = tape.encode_call(args)
+        entry = Entry(func, encoded, tape.encode(kwargs) if kwargs else {}, mark, _is_grad_enabled())
+        if _any_autocast():
+            entry.autocast = autocast_state()
+        if tape.begun is not begun and getattr(getattr(func, "__self__", None), "__name__", "") in _ATTRIBUTES:
+            tape.begun = False  # reading an attribute uses no weight
+        if kwargs and "out" in kwargs:
+            entry.writes = True
+        if owner is not None:
+            entry.owner = owner
+        tape.append(entry, out)
+    except Exception as bug:
+        session.failed(bug)
+    return out
+
+
+def call(
+    session: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kind: CallKind
+) -> Any:
+    """Run one call of the user's, of any kind, and write it down."""
     if kind is CallKind.IGNORE or _functorch_level() is not None:
         return func(*args, **kwargs)
     if kind is CallKind.IMPORT:
@@ -75,22 +129,43 @@ def call(session: Session, func: Callable[..., Any], args: tuple[Any, ...], kwar
     try:
         out = func(*args, **kwargs)
     except Exception:
-        # The call that failed because of the bad value is the end of the story: keep it for the replay.
-        try:
-            failed = entry or _entry(session, func, args, kwargs, here_and_module(3), kind)
-            failed.raised = True
-            if kind is not CallKind.BACKWARD:
-                session.tape.add(failed, None)
-        except Exception as bug:
-            session.failed(bug)
+        _failed(session, entry, func, args, kwargs, kind)
         raise
     finally:
         session.busy -= 1
+    return _note(session, func, args, kwargs, kind, entry, out)
+
+
+def _failed(
+    session: Session,
+    entry: Entry | None,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    kind: CallKind,
+) -> None:
+    """The call that failed because of the bad value is the end of the story: keep it for the replay."""
+    try:
+        failed = entry or _entry(session, func, args, kwargs, here_and_module(3), kind)
+        failed.raised = True
+        if kind is not CallKind.BACKWARD:
+            session.tape.add(failed, None)
+    except Exception as bug:
+        session.failed(bug)
+
+
+def _note(
+    session: Session,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    kind: CallKind,
+    entry: Entry | None,
+    out: Any,
+) -> Any:
+    """A call has given `out`."""
     try:
         if entry is None:
-            if type(out) is Tensor and not (_function_modes() or _dispatch_modes()):
-                _write(session, func, args, kwargs, out)
-                return out
             if isinstance(out, float):
                 if out == out and out not in (float("inf"), float("-inf")):
                     return out
@@ -115,38 +190,43 @@ def call(session: Session, func: Callable[..., Any], args: tuple[Any, ...], kwar
 
 def backward(session: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a `Tensor.backward` of the user's and write it down. The mode is off the stack meanwhile."""
+    loss, tape = args[0] if args else None, session.tape
+    if (
+        kwargs
+        or len(args) != 1
+        or type(loss) is not Tensor
+        or _function_modes()
+        or _dispatch_modes()
+        or _functorch_level() is not None
+    ):
+        return call(session, func, args, kwargs, CallKind.BACKWARD)
     try:
-        entry = None if kwargs or len(args) != 1 else _plain_backward(session, func, args)
+        token = tape.made_token(loss)
+        if token is None or token.entry.kind == "scale":
+            entry = None
+        else:  # ``loss.backward()`` of what a recorded call made, as nearly all are
+            entry = Entry(func, (token,), {}, here(3), _is_grad_enabled())
+            entry.kind = "backward"
+            if _any_autocast():
+                entry.autocast = autocast_state()
+            if loss.numel() == 1:
+                entry.losses = (loss.detach(),)
+            tape.begun = True
+            tape.backwards += 1
+            tape.append(entry, None)
     except Exception as bug:
         session.failed(bug)
-        return func(*args, **kwargs)
+        return func(*args)
     if entry is None:
-        return call(session, func, args, kwargs)
+        return call(session, func, args, kwargs, CallKind.BACKWARD)
     session.busy += 1
     try:
-        return func(*args)
+        return func(loss)
     except Exception:
         entry.raised = True
         raise
     finally:
         session.busy -= 1
-
-
-def _plain_backward(session: Session, func: Callable[..., Any], args: tuple[Any, ...]) -> Entry | None:
-    """``loss.backward()`` of what a recorded call made, written down; None for anything more."""
-    loss, tape = args[0], session.tape
-    if type(loss) is not Tensor or _function_modes() or _dispatch_modes() or _functorch_level() is not None:
-        return None
-    token = tape.made_token(loss)
-    if token is None or token.entry.kind == "scale":
-        return None
-    entry = Entry(func, (token,), {}, here(4), _is_grad_enabled())
-    entry.kind = "backward"
-    if _any_autocast():
-        entry.autocast = autocast_state()
-    if loss.numel() == 1:
-        entry.losses = (loss.detach(),)
-    return tape.add(entry, None)
 
 
 def _begin_backward(session: Session, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -172,25 +252,6 @@ def _may_write(session: Session, weights: list[Tensor], args: tuple[Any, ...], k
     with quiet():
         sources = [t for t in tensors_in((args[1:], kwargs)) if _finite.checkable(t)]
         return all(_finite.is_finite(t) for t in sources)
-
-
-def _write(
-    session: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor
-) -> None:
-    """A plain call has given a tensor, and no mode would see what is done here: what nearly all calls are."""
-    tape = session.tape
-    begun = tape.begun
-    mark, owner = here_and_module(4)
-    entry = Entry(func, tape.encode_call(args), tape.encode(kwargs) if kwargs else kwargs, mark, _is_grad_enabled())
-    if _any_autocast():
-        entry.autocast = autocast_state()
-    if tape.begun is not begun and getattr(getattr(func, "__self__", None), "__name__", "") in _ATTRIBUTES:
-        tape.begun = False  # reading an attribute uses no weight
-    if "out" in kwargs:
-        entry.writes = True
-    if owner is not None:
-        entry.owner = owner
-    tape.add(entry, out)
 
 
 def _entry(

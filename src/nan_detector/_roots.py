@@ -6,6 +6,7 @@ Entry points are the models themselves. A model that is only called through its 
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,14 +14,18 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from nan_detector._contained import Contained
+from nan_detector._errors import NonFiniteError
 from nan_detector._moment import Habits, Moment
 from nan_detector._patched_compile import see_compiled
 from nan_detector._quiet import quiet
-from nan_detector._session import Session, session
-from nan_detector._source import Mark, here
-from nan_detector._state import is_replaying, pickled_hook
-from nan_detector._tape import Entry, autocast_state
+from nan_detector._rng import rng_state
+from nan_detector._session import Session, session, sessions
+from nan_detector._source import here
+from nan_detector._state import local, pickled_hook
+from nan_detector._tape import Entry, Outside, autocast_state, tokens_in
 
+_clock = time.perf_counter
 _compiling = torch.compiler.is_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _any_autocast = torch._C._is_any_autocast_enabled
@@ -44,7 +49,7 @@ class Roots:
     Args:
         models: Watched modules.
         on_enter: Called before a root call; may raise to end the user's run.
-        contain: Runs a function of ours so that its failure never reaches the user's training.
+        contained: Where work of ours is done.
     """
 
     def __init__(
@@ -52,12 +57,12 @@ class Roots:
         models: list[torch.nn.Module],
         on_enter: Callable[[Session, bool], None],
         on_leave: Callable[[Session, Any, Any], None],
-        contain: Callable[..., Any],
+        contained: Contained,
     ) -> None:
         self.models = models
         self.on_enter = on_enter
         self.on_leave = on_leave
-        self.contain = contain
+        self.contained = contained
         self.habits: dict[int, Habits] = {}
         self.armed = False
         self._handles: dict[int, list[Any]] = {}
@@ -94,7 +99,7 @@ class Roots:
 
     def _hook(self, module: torch.nn.Module) -> None:
         see_compiled(module)
-        enter, leave = RootHook(self, module, "enter"), RootHook(self, module, "leave")
+        enter, leave = EnterHook(self, module), LeaveHook(self, module)
         base = torch.nn.Module  # TorchScript's modules run such hooks, and refuse to take them
         self._handles[id(module)] = [
             base.register_forward_pre_hook(module, enter, prepend=True, with_kwargs=True),
@@ -112,14 +117,24 @@ class Roots:
             kwargs: Likewise.
             depth: Frames from the caller of this to one that is the user's or on the way to it.
         """
-        if is_replaying():
+        if local.replaying:
             return
-        current = session()
+        current = sessions.current or session()
         roots = current.roots
-        if not roots:
-            self.on_enter(current, _is_grad_enabled())
         running = len(roots)
-        self.contain(self._enter, current, module, args, kwargs, depth + 3)
+        if not running:
+            self.on_enter(current, _is_grad_enabled())
+        contained = self.contained
+        if not contained.down:
+            started = _clock()
+            try:
+                self._enter(current, module, args, kwargs, depth + 2)
+            except NonFiniteError:
+                raise
+            except Exception:
+                contained.failed()
+            finally:
+                contained.spent += _clock() - started
         if len(roots) == running:
             roots.append(None)  # it failed: its end must not be taken for that of another detector's root
 
@@ -139,94 +154,91 @@ class Roots:
             # of torch.func hands in does not outlive it.
             current.roots.append(None)
             return
-        current.recover()
+        if current.stepping:
+            current.recover()
         habits = self.habits.get(id(module))
         if habits is None:
             habits = self.habits[id(module)] = Habits(module)
         popped = current.pop()
         current.refused = None
-        current.tape.unbounded = True
+        tape = current.tape
+        tape.unbounded = True
+        mark, grad_enabled = here(depth), _is_grad_enabled()
+        quietly = quiet() if _function_modes() or _dispatch_modes() else None
+        if quietly is not None:
+            quietly.__enter__()
         try:
-            mark, grad_enabled = here(depth), _is_grad_enabled()
-            if _function_modes() or _dispatch_modes():
-                with quiet():
-                    entry = self._entry(current, habits, module, args, kwargs, mark, grad_enabled, first)
-            else:
-                entry = self._entry(current, habits, module, args, kwargs, mark, grad_enabled, first)
+            moment = Moment(module, rng_state()) if habits.settled else habits.start(module)
+            entry = Entry(module, tape.encode_call(args), tape.encode(kwargs) if kwargs else {}, mark, grad_enabled)
+            entry.kind = "root"
+            entry.extra = moment
+            entry.owner = module
+            if _any_autocast():
+                entry.autocast = autocast_state()
+            if first is not None and not first.is_inference():
+                # For whether the weights are still those that the call used.
+                moment.versions = ((first, first._version),)
+            if habits.writes_inputs:
+                self._save_inputs(entry)
         except BaseException:
             if popped:
                 current.push()
             raise
         finally:
-            current.tape.unbounded = False
+            tape.unbounded = False
+            if quietly is not None:
+                quietly.__exit__(None, None, None)
         current.roots.append((module, entry, popped))
         current.paused += 1
 
-    def _entry(
-        self,
-        current: Session,
-        habits: Habits,
-        module: torch.nn.Module,
-        args: Any,
-        kwargs: Any,
-        mark: Mark | None,
-        grad_enabled: bool,
-        first: Any,
-    ) -> Entry:
-        moment = habits.start(module)
-        tape = current.tape
-        entry = Entry(module, tape.encode_call(args), tape.encode(kwargs) if kwargs else {}, mark, grad_enabled)
-        entry.kind = "root"
-        entry.extra = moment
-        entry.owner = module
-        if _any_autocast():
-            entry.autocast = autocast_state()
-        if first is not None and not first.is_inference():
-            # For whether the weights are still those that the call used.
-            moment.versions = ((first, first._version),)
-        if habits.writes_inputs:
-            self._save_inputs(entry)
-        return entry
-
     def leave(self, module: torch.nn.Module, output: Any) -> None:
         """A watched module has returned, or raised."""
-        if is_replaying():
+        if local.replaying:
             return
-        current = session()
-        if not current.roots:
+        current = sessions.current or session()
+        roots = current.roots
+        if not roots:
             return
-        top = current.roots.pop()
+        top = roots.pop()
         if top is None:
             return
         owner, entry, popped = top
         current.paused -= 1
         if owner is not module:  # an inner call that raised before its hook ran: not ours to account for
-            current.roots.clear()
-        if _function_modes() or _dispatch_modes():
-            with quiet():
-                self.contain(self._leave, current, entry, output)
-        else:
-            self.contain(self._leave, current, entry, output)
+            roots.clear()
+        contained = self.contained
+        if not contained.down:
+            quietly = quiet() if _function_modes() or _dispatch_modes() else None
+            if quietly is not None:
+                quietly.__enter__()
+            started = _clock()
+            try:
+                if not self.habits[id(entry.owner)].settled:
+                    self._learn(entry)
+                entry.extra.raised = output is None
+                current.tape.add(entry, output)
+                self.on_leave(current, entry, output)
+            except NonFiniteError:
+                raise
+            except Exception:
+                contained.failed()
+            finally:
+                contained.spent += _clock() - started
+                if quietly is not None:
+                    quietly.__exit__(None, None, None)
         if popped or current.home:
             current.push()
 
-    def _leave(self, current: Session, entry: Entry, output: Any) -> None:
+    def _learn(self, entry: Entry) -> None:
         moment: Moment = entry.extra
         habits = self.habits[id(moment.module)]
         habits.finish(moment)
-        moment.raised = output is None
         if habits.learning and not habits.writes_inputs:
-            from nan_detector._tape import Outside, tokens_in
-
             habits.writes_inputs = any(
                 isinstance(t, Outside) and t.changed for t in tokens_in((entry.args, entry.kwargs))
             )
-        current.tape.add(entry, output)
-        self.on_leave(current, entry, output)
 
     def _save_inputs(self, entry: Entry) -> None:
-        from nan_detector._tape import Outside, tokens_in
-
         for token in tokens_in((entry.args, entry.kwargs)):
             if isinstance(token, Outside) and token.snapshot is None:
                 token.snapshot = token.tensor.detach().clone()
@@ -236,15 +248,13 @@ class Roots:
 
         `_SWAPPED` inside a `functional_call` of the user's, where another tensor stands in its place.
         """
-        found = self._identity.get(id(module), ...)
-        if found is ...:
+        try:
+            found = self._identity[id(module)]
+        except KeyError:
             found = self._identity[id(module)] = _place_of_first(module)
-        if found is None:
+        if found is None or (owner := found[1]()) is None:
             return None
-        name, owner = found[0], found[1]()
-        if owner is None:
-            return None
-        p = owner._parameters.get(name)
+        p = owner._parameters.get(found[0])
         return p if type(p) is _Parameter or isinstance(p, _Parameter) else _SWAPPED
 
 
@@ -261,30 +271,44 @@ def _place_of_first(module: torch.nn.Module) -> tuple[str, weakref.ref[Any]] | N
 class RootHook:
     """A forward (pre-)hook that dies in copies: a deep copy or a pickle of a watched model is not watched."""
 
-    __slots__ = ("__weakref__", "module", "roots", "side")
+    __slots__ = ("__weakref__", "module", "roots")
 
-    def __init__(self, roots: Roots | None, module: torch.nn.Module | None, side: str) -> None:
+    def __init__(self, roots: Roots | None, module: torch.nn.Module | None) -> None:
         self.roots = roots
         self.module = None if module is None else weakref.ref(module)
-        self.side = side
+
+    def __deepcopy__(self, memo: Any) -> RootHook:
+        return type(self)(None, None)
+
+    def __copy__(self) -> RootHook:
+        return type(self)(None, None)
+
+    def __reduce__(self) -> Any:
+        return pickled_hook()
+
+
+class EnterHook(RootHook):
+    """That of the beginning."""
+
+    __slots__ = ()
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if _compiling():
+            return
+        roots = self.roots
+        # DataParallel's replicas share the hooks of the module they were copied from.
+        if roots is not None and self.module is not None and self.module() is module:
+            roots.enter(module, args, kwargs, _TO_CALLER)
+
+
+class LeaveHook(RootHook):
+    """That of the end."""
+
+    __slots__ = ()
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any = None) -> None:
         if _compiling():
             return
         roots = self.roots
-        # DataParallel's replicas share the hooks of the module they were copied from.
-        if roots is None or self.module is None or self.module() is not module:
-            return
-        if self.side == "enter":
-            roots.enter(module, args, kwargs, _TO_CALLER)
-        else:
+        if roots is not None and self.module is not None and self.module() is module:
             roots.leave(module, output)
-
-    def __deepcopy__(self, memo: Any) -> RootHook:
-        return RootHook(None, None, self.side)
-
-    def __copy__(self) -> RootHook:
-        return RootHook(None, None, self.side)
-
-    def __reduce__(self) -> Any:
-        return pickled_hook()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from nan_detector._recording import Look, call
+from nan_detector._recording import Look, torch_function
 from nan_detector._source import Mark
 from nan_detector._state import BUG, logger, strict
 from nan_detector._tape import Tape, Tensor
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _MODULE_CALL = torch.nn.Module._call_impl.__code__
-_compiling = torch.compiler.is_compiling
 _function_modes = torch._C._len_torch_function_stack
 _pop_from_stack = torch._C._pop_torch_function_stack
 _push_on_stack = torch._C._push_on_torch_function_stack
@@ -40,13 +39,7 @@ class TapeMode(TorchFunctionMode):
         super().__init__()
         self.session: Session | None = session
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        session = self.session
-        if session is None or _compiling() or session.paused:
-            return func(*args, **(kwargs or {}))
-        return call(session, func, args, kwargs or {})
+    __torch_function__ = torch_function
 
 
 class Session:
@@ -62,7 +55,7 @@ class Session:
         self.paused = 0  # > 0: calls are not recorded although the mode may be on the stack
         self.busy = 0  # > 0: inside one of our handlers; the stack must not be touched
         self.mode: TapeMode | None = None
-        self._spare: TapeMode | None = None  # the mode while it is off the stack: to be put back, not made anew
+        self._spare: TapeMode | None = None  # the mode, on the stack or off it; None while nothing is recorded
         self.in_step_record = False  # in the profiler's record around an optimizer's step
         self.home = False  # the thread that attached: the mode stays on between steps
         self.roots: list[Any] = []  # watched modules that are running, outermost first
@@ -77,7 +70,6 @@ class Session:
         #: Of each engine: called with parameters that are written while a backward waits to be judged; True refuses.
         self.before_update: list[Callable[[list[Tensor]], bool]] = []
         self.refused: Mark | None = None  # the statement whose update was refused
-        self.spent = 0.0  # seconds in recording since the last gate
         self.compiled_after = -1  # number of the last entry when compiled code was entered
         self.compiled: list[list[Any]] = []  # calls of compiled code: frame, whether the mode was on before, entered
 
@@ -88,12 +80,17 @@ class Session:
 
         Whoever calls it has made sure that nothing is being compiled: asking again would cost as much as the push.
         """
-        if self.mode is None and not self.busy and self.users and not self.broken:
-            mode = self._spare or TapeMode(self)
-            self._spare = None
-            mode.session = self
-            self.mode = mode
-            _push_on_stack(mode)
+        if self.mode is None and not self.busy:
+            mode = self._spare or self._make()
+            if mode is not None:
+                self.mode = mode
+                _push_on_stack(mode)
+
+    def _make(self) -> TapeMode | None:
+        """The mode, which is made once; None where nothing is to be recorded."""
+        if self.users and not self.broken:
+            self._spare = TapeMode(self)
+        return self._spare
 
     def pop(self) -> bool:
         """Take the mode off the stack if it is on top. True when it was."""
@@ -106,9 +103,7 @@ class Session:
         if top is not mode:
             _push_on_stack(top)
             return False
-        mode.session = None
         self.mode = None
-        self._spare = mode
         return True
 
     @contextmanager
@@ -122,11 +117,6 @@ class Session:
             self.paused -= 1
             if popped:
                 self.push()
-
-    def take_spent(self) -> float:
-        """Seconds spent recording since this was last asked."""
-        spent, self.spent = self.spent, 0.0
-        return spent
 
     def mark_compiled(self) -> None:
         """The call of a watched module that has begun runs compiled code."""
@@ -195,9 +185,9 @@ class Session:
         self.paused = 0
         self.broken = self.told = False
         mode = self.mode
+        self._let_go()
         if mode is None or self.pop():
             return
-        mode.session = None
         self.mode = None
         above = []
         for _ in range(_function_modes()):
@@ -208,11 +198,15 @@ class Session:
         for other in reversed(above):
             _push_on_stack(other)
 
+    def _let_go(self) -> None:
+        if self._spare is not None:
+            self._spare.session = None  # inert where it stands, and for whoever has kept it
+            self._spare = None
+
     def failed(self, bug: Exception) -> None:
         """A bug of ours in the recording: it is told once, and this thread records no more until it is watched anew."""
         self.broken = True
-        if self.mode is not None:
-            self.mode.session = None
+        self._let_go()
         self.tape.clear()
         if strict():
             raise bug
@@ -229,15 +223,16 @@ class _Local(threading.local):
     current: Session | None = None  # in the class: asking for it costs less than `getattr` with a default
 
 
-_sessions = _Local()
+#: Hooks that run in every step look into it themselves, and ask `session` where there is none yet.
+sessions = _Local()
 _all_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def session() -> Session:
     """The calling thread's session."""
-    found = _sessions.current
+    found = sessions.current
     if found is None:
-        found = _sessions.current = Session()
+        found = sessions.current = Session()
         _all_sessions.add(found)
     return found
 

@@ -78,6 +78,10 @@ _MAX_KNOWN = 10_000
 _INNER = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 #: Code met by `enclosing_module` that is no method of a module, by identity: hashing code hashes all its constants.
 _NO_METHODS: dict[int, types.CodeType] = {}
+#: Code that was met by `here`, by identity, and whether it is what `here` looks for. Filled by `_learn`.
+_WANTED: dict[int, tuple[bool, types.CodeType]] = {}
+#: Code of `_NO_METHODS` that runs on its own, by identity, and whether it is the user's.
+_PLAIN: dict[int, bool] = {}
 
 #: Handlers of modes and tensor subclasses, through which every call passes: the line that made the call is further out.
 _PASSING_ON = frozenset(("__torch_function__", "__torch_dispatch__"))
@@ -98,31 +102,39 @@ def here(depth: int = 1) -> Mark | None:
     frame: types.FrameType | None = _getframe(depth)
     while frame is not None:
         code = frame.f_code
-        name = code.co_filename
-        user = _USER[name] if name in _USER else _classify(name)
-        if user and code.co_name not in _PASSING_ON and (user is True or _is_written(code)):
+        wanted = _WANTED.get(id(code)) or _learn(code)
+        if wanted[0]:
             return _new_mark(Mark, (code, frame.f_lasti))
         frame = frame.f_back
     return _typed_on_command_line(sys._getframe(depth), None)
 
 
+def _learn(code: types.CodeType) -> tuple[bool, types.CodeType]:
+    if len(_WANTED) >= _MAX_KNOWN:
+        _WANTED.clear()
+    user = _user(code.co_filename)
+    wanted = bool(user) and code.co_name not in _PASSING_ON and (user is True or _is_written(code))
+    _WANTED[id(code)] = learned = (wanted, code)
+    return learned
+
+
 def here_and_module(depth: int = 1) -> tuple[Mark | None, object | None]:
     """`here` and `enclosing_module` in one walk: this runs for every recorded call."""
-    frame: types.FrameType | None = sys._getframe(depth)
+    frame: types.FrameType | None = _getframe(depth)
     while frame is not None:
         code = frame.f_code
-        if id(code) not in _NO_METHODS:
-            owner = _owner_of(frame, code)
-            if owner is not None:
-                return here(depth + 1), owner
-        try:
-            user = _USER[code.co_filename]
-        except KeyError:
-            user = _classify(code.co_filename)
-        if user and (user is True or _is_written(code)):
-            if code.co_name in _INNER:
+        users = _PLAIN.get(id(code))
+        if users is None:
+            if id(code) not in _NO_METHODS:
+                owner = _owner_of(frame, code)
+                if owner is not None:
+                    return here(depth + 1), owner
+            users = is_user_code(code)
+            if users and code.co_name in _INNER:
                 mark = _new_mark(Mark, (code, frame.f_lasti))
                 return mark, enclosing_module(mark, depth + 1)
+            _PLAIN[id(code)] = users
+        if users:
             return _new_mark(Mark, (code, frame.f_lasti)), None
         frame = frame.f_back
     mark_at_end = here(depth + 1)
@@ -138,6 +150,7 @@ def _owner_of(frame: types.FrameType, code: types.CodeType) -> object | None:
         return owner
     if len(_NO_METHODS) >= _MAX_KNOWN:
         _NO_METHODS.clear()
+        _PLAIN.clear()
     _NO_METHODS[id(code)] = code
     return None
 

@@ -39,7 +39,8 @@ class _Local(threading.local):
     may_step: Callable[[Any], bool] | None = None
 
 
-_local = _Local()
+#: The calling thread's. Hooks that run in every step look into it themselves: calling a function costs more.
+local = _Local()
 
 
 def is_replaying() -> bool:
@@ -47,32 +48,32 @@ def is_replaying() -> bool:
 
     Code with side effects of its own (a metric, a counter, a print in ``forward``) can ask this to stay quiet.
     """
-    return _local.replaying > 0
+    return local.replaying > 0
 
 
 @contextlib.contextmanager
 def replaying() -> Iterator[None]:
     """Mark this thread as replaying: every hook of ours returns at once."""
-    _local.replaying += 1
+    local.replaying += 1
     try:
         yield
     finally:
-        _local.replaying -= 1
+        local.replaying -= 1
 
 
 @contextlib.contextmanager
 def replay_may_step(allowed: Callable[[Any], bool]) -> Iterator[None]:
     """In this thread's replay, optimizers that are `allowed` step; the first other one ends it."""
-    outer, _local.may_step = _local.may_step, allowed
+    outer, local.may_step = local.may_step, allowed
     try:
         yield
     finally:
-        _local.may_step = outer
+        local.may_step = outer
 
 
 def steps_in_replay(optimizer: Any) -> bool:
     """True when `optimizer` belongs to the replayed step itself."""
-    return _local.may_step is not None and _local.may_step(optimizer)
+    return local.may_step is not None and local.may_step(optimizer)
 
 
 def pickled_hook() -> tuple[Any, ...]:

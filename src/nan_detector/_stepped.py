@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Mapping
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,33 @@ Tensor = torch.Tensor
 
 #: Values of a parameter group that cannot change and stay the same object.
 _FIXED = (float, int, str, bool, type(None), torch.dtype)
+
+
+class Places(NamedTuple):
+    """Where the loss and the norms of a few gradients are measured into.
+
+    Attributes:
+        table: The flight recorder's table that they are copied into.
+        gradients: How many there are.
+        scratch: A vector like a row of it.
+        first: A view of its first element, the loss.
+        norms: Views of the others.
+    """
+
+    table: Any
+    gradients: int
+    scratch: Tensor
+    first: Tensor
+    norms: list[Tensor]
+
+    @classmethod
+    def of(cls, table: Any, row: Tensor) -> Places:
+        """Those for rows like `row`."""
+        # Made inside the user's inference_mode they could never be written outside it.
+        with torch.inference_mode(False), torch.no_grad():
+            scratch = torch.zeros_like(row)
+            first, *norms = scratch.unbind()
+        return cls(table, len(norms), scratch, first, norms)
 
 
 class Stepped:
@@ -38,8 +65,8 @@ class Stepped:
         self.state_seen: int | None = None  # identity of the state that was looked at: a checkpoint brings another
         self.forewarning = Forewarning()
         self.call = -1  # the call of a step that the early warnings were fed in last
+        self.places: Places | None = None
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
-        self._places: tuple[Tensor, Tensor, list[Tensor]] | None = None
         self._kept: list[tuple[list[Any], int]] | None = None
         self._columns: dict[tuple[int, bool, int], tuple[str, ...]] = {}
 
@@ -51,13 +78,10 @@ class Stepped:
             return False
         return all(map(is_, self.parameters, chain.from_iterable(g["params"] for g in groups)))
 
-    def unchanged(self, optimizer: Any) -> bool:
+    def unchanged(self, groups: list[dict[str, Any]]) -> bool:
         """True while the groups hold the very objects that `settled` found sound: nothing need be looked at again."""
         kept = self._kept
-        if kept is None:
-            return False
-        groups = optimizer.param_groups
-        if len(groups) != len(kept):
+        if kept is None or len(groups) != len(kept):
             return False
         for group, (values, size) in zip(groups, kept, strict=True):
             if len(group) != len(values) or len(group["params"]) != size or not all(map(is_, group.values(), values)):
@@ -71,17 +95,6 @@ class Stepped:
         plain = all(_is_fixed(v) for v in values)
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._kept = list(zip(groups, sizes, strict=True)) if plain else None
-
-    def places_like(self, row: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """A vector like `row` to be measured into, and views of its first element and of each other: made once."""
-        known = self._places
-        if known is None or known[0].shape != row.shape or known[0].device != row.device:
-            # Made inside the user's inference_mode it could never be written outside it.
-            with torch.inference_mode(False), torch.no_grad():
-                scratch = torch.zeros_like(row)
-                first, *others = scratch.unbind()
-                known = self._places = (scratch, first, others)
-        return known
 
     def gradients(self) -> tuple[list[str], list[Tensor]]:
         """Names and gradients of the parameters that have one."""

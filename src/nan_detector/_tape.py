@@ -149,9 +149,7 @@ class Entry:
         mark: Mark | None,
         grad_enabled: bool,
         autocast: tuple[Any, ...] | None = None,
-        *,
-        kind: str | None = None,
-        writes: bool = False,
+        **further: Any,
     ) -> None:
         self.func = func
         self.args = args
@@ -161,10 +159,8 @@ class Entry:
         self.made: list[weakref.ref[Tensor]] = []
         if autocast is not None:
             self.autocast = autocast
-        if kind is not None:
-            self.kind = kind
-        if writes:
-            self.writes = True
+        if further:
+            vars(self).update(further)
 
 
 AUTOCAST_KEYS = ("cpu", "cuda")
@@ -267,8 +263,22 @@ class Tape:
 
     def encode_call(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """`encode` for the positional arguments of a call, which mostly are tensors."""
-        token, encode = self.token, self.encode
-        return tuple([token(v) if (t := type(v)) is Tensor else v if t in _ATOMS else encode(v) for v in args])
+        made, outside = self._made, self.outside
+        encoded: list[Any] = []
+        for v in args:
+            kind = type(v)
+            if kind is not Tensor:
+                encoded.append(v if kind in _ATOMS else self.encode(v))
+                continue
+            known = made.get(id(v))
+            if known is not None:
+                encoded.append(Made(known[1], known[2]) if known[3] and known[0]() is v else self.token(v))
+            elif self.unbounded and id(v) not in outside:
+                encoded.append(Outside(v))
+                outside[id(v)] = encoded[-1]
+            else:
+                encoded.append(self.token(v))
+        return tuple(encoded)
 
     def _encode_other(self, value: Any) -> Any:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -281,22 +291,34 @@ class Tape:
 
     def add(self, entry: Entry, output: Any) -> Entry:
         """Append `entry`, whose call gave `output`."""
-        entry.number = number = self._next
-        self._next = number + 1
-        entries = self.entries
-        entries.append(entry)
-        if type(output) is Tensor:
-            self._note(entry, 0, output)
-        elif output is not None:
-            for position, t in enumerate((output,) if isinstance(output, Tensor) else tensors_in(output)):
-                self._note(entry, position, t)
         if entry.kind != "call":
             self.begun = True
             if entry.kind == "backward":
                 self.backwards += 1
+        if type(output) is Tensor:
+            self.append(entry, output)
+            return entry
+        self.append(entry, None)
+        if output is not None:
+            for position, t in enumerate((output,) if isinstance(output, Tensor) else tensors_in(output)):
+                self._note(entry, position, t)
+        return entry
+
+    def append(self, entry: Entry, output: Tensor | None) -> None:
+        """`add` for a plain call, as most are, that gave one tensor or none."""
+        entry.number = number = self._next
+        self._next = number + 1
+        entries = self.entries
+        entries.append(entry)
+        if output is not None:
+            if entry.grad_enabled:  # as `_note` does
+                ref = _ref(output)
+                entry.made.append(ref)
+                self._made[id(output)] = (ref, entry, 0, True)
+            else:
+                self._note(entry, 0, output)
         if len(entries) > MAX_ENTRIES:
             self._drop_oldest()
-        return entry
 
     def _note(self, entry: Entry, position: int, t: Tensor) -> None:
         ref = _ref(t)

@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -475,16 +476,54 @@ def test_the_gpu_check_reads_its_options(capsys: pytest.CaptureFixture[str]) -> 
         with pytest.raises(SystemExit):
             check.parsed(["--seconds", wrong])
         assert "must be above 0, and at most 600" in capsys.readouterr().err
-    # Four workloads, with their checks, in less than four minutes.
+    # All workloads, with their checks, in less than four minutes.
     assert len(check.WORKLOADS) * check.parsed([]).seconds <= 120
 
 
 def test_the_gpu_check_counts_reads_of_the_device_alone() -> None:
     check = program("gpu_check")
-    fetch = Tensor.tolist
+    before = dict(vars(Tensor))
     with check.reads() as found:
         assert torch.ones(2).tolist() == [1.0, 1.0]
-    assert found.count == 0 and Tensor.tolist is fetch
+    with check.reads("cpu") as meant:
+        assert torch.ones(2).tolist() == [1.0, 1.0]
+    assert (found.count, meant.count) == (0, 1) and dict(vars(Tensor)) == before
+
+
+@pytest.mark.parametrize("level", ["step", "layers"])
+def test_the_gpu_check_finds_one_read_a_step_and_a_second_one(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it but what only a CUDA device can tell."""
+    check = program("gpu_check")
+    assert check.waits_of_its_own("W1", "cpu") == [] and check.waits("W1", level, "cpu") == []
+
+    @contextmanager
+    def reads_twice(task: Task) -> Iterator[Step]:
+        with variant(STEP).watch(task) as step, one_read(task.optimizer):
+            yield step
+
+    monkeypatch.setattr(check, "ours", lambda level: reads_twice)
+    said = f"W1, watch={level!r}: 80 reads in 40 steps, and one in each is meant"
+    assert check.waits("W1", level, "cpu") == [said, said]
+
+
+@pytest.mark.parametrize("mode", ["warn", "error"])
+def test_the_gpu_check_tells_each_wait_by_its_place(mode: str) -> None:
+    """In PyTorch's words, and beside what it says of the mode that looks for them."""
+    check = program("gpu_check")
+    task = small()
+
+    def step() -> float:
+        warnings.warn("Synchronization debug mode is a prototype feature and does not yet detect all synchronizing "
+                      "operations", stacklevel=1)  # fmt: skip
+        if mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation\nand more")
+        warnings.warn("called a synchronizing CUDA operation (Triggered internally at x.cpp:7.)", stacklevel=1)
+        return 0.0
+
+    (said,) = check._under(mode, step, task)
+    assert re.fullmatch(r".*test_bench\.py:\d+: called a synchronizing CUDA operation", said)
+    with pytest.raises(RuntimeError, match="something else"):
+        check._under(mode, lambda: exec('raise RuntimeError("something else")'), task)
 
 
 # -- the README's table -----------------------------------------------------------------------------------------------

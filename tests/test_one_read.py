@@ -52,7 +52,7 @@ class Refused(AssertionError):
 
 
 class NoReads(TorchDispatchMode):
-    """Refuses each operation that reads a value of a tensor on `device`.
+    """Refuses each operation that reads a value of a tensor on `device`, or brings one there from the host and waits.
 
     Args:
         device: Type of the device.
@@ -83,7 +83,20 @@ class NoReads(TorchDispatchMode):
             source = args[1]
             if source.device.type == self.device and args[0].device.type != self.device:
                 raise Refused(f"{func} copies a {self.device} tensor to the {args[0].device}")
+        self._refuse_upload(func, args, kwargs, out)
         return out
+
+    def _refuse_upload(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Memory of the host that is not pinned is copied while the host waits."""
+        name = func.overloadpacket
+        if name is aten._to_copy:
+            source, target, waits = args[0], out, not kwargs.get("non_blocking")
+        elif name is aten.copy_ and isinstance(args[1], Tensor):
+            source, target, waits = args[1], args[0], not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+        else:
+            return
+        if waits and source.device.type == "cpu" != target.device.type == self.device:
+            raise Refused(f"{func} copies a tensor of the host to the {target.device}, and waits for that")
 
 
 @dataclass
@@ -287,6 +300,14 @@ def test_a_read_is_refused(device: str, read: Callable[[Tensor], Any], reads: Re
     t = torch.ones(3, device=device)
     with NoReads(device), pytest.raises(Refused):
         read(t)
+
+
+@pytest.mark.parametrize("upload", [lambda t: t.to("meta"), lambda t: torch.empty(3, device="meta").copy_(t)])
+def test_a_copy_from_the_host_is_refused(upload: Callable[[Tensor], Any]) -> None:
+    with NoReads("meta"), pytest.raises(Refused, match="a tensor of the host"):
+        upload(torch.ones(3))
+    with NoReads("meta"):
+        torch.ones(3).to("meta", non_blocking=True)
 
 
 def test_a_copy_to_the_host_is_refused() -> None:

@@ -155,12 +155,17 @@ def _take_many(
         head.append(each.max().reshape(1))
     row = torch.cat([*head, each]) if head else each
     wanted = row if whole else row[: len(head)]
-    values = _finite.read(wanted if extra is None else torch.cat([wanted, extra.reshape(-1).to(wanted)]))
+    values = _finite.read(wanted if extra is None else torch.cat([wanted, beside(extra.reshape(-1), wanted)]))
     numbers = iter(values)
     loss = next(numbers) if losses else None
     total, largest = (next(numbers), next(numbers)) if len(grads) else (None, None)
     read = list(islice(numbers, len(grads))) if whole else None
     return Reading(row, len(head) + len(grads), len(grads), loss, total, largest, read), list(numbers)
+
+
+def beside(values: Tensor, other: Tensor) -> Tensor:
+    """`values` on the device and with the dtype of `other`. What comes from the host is not waited for."""
+    return values.to(other, non_blocking=values.device.type == "cpu")
 
 
 def _as_number(loss: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:

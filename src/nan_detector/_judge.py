@@ -14,7 +14,7 @@ from nan_detector._evaluation import Evaluation, Seen, bad_outputs
 from nan_detector._finite import read
 from nan_detector._forewarn import Forewarning
 from nan_detector._further import Further
-from nan_detector._gate import Reading, Suspicion, column_names, confirm, in_full, measure, take, without_scale
+from nan_detector._gate import Reading, Suspicion, beside, column_names, confirm, in_full, measure, take, without_scale
 from nan_detector._hit import Finding
 from nan_detector._hyper import HyperProblem, bad_hyperparameter
 from nan_detector._layers import absolute_maxima
@@ -90,15 +90,15 @@ class Judge:
             else:
                 names, grads = [n for n, _ in given or ()], [g for _, g in given or ()]
             if scale is not None:
-                extra = scale.reshape(1) if extra is None else torch.cat([extra, scale.reshape(1).to(extra)])
+                extra = scale.reshape(1) if extra is None else torch.cat([extra, beside(scale.reshape(1), extra)])
             evaluated, outputs = self.evaluation.collect()
             if outputs is not None:
-                extra = outputs if extra is None else torch.cat([extra, outputs.to(extra)])
+                extra = outputs if extra is None else torch.cat([extra, beside(outputs, extra)])
             sums = self.further.next_slice() if self.further is not None else None
             if sums is not None:
-                extra = sums if extra is None else torch.cat([extra, sums.to(extra)])
+                extra = sums if extra is None else torch.cat([extra, beside(sums, extra)])
             if state is not None:
-                extra = state if extra is None else torch.cat([extra, state.to(extra)])
+                extra = state if extra is None else torch.cat([extra, beside(state, extra)])
             forewarning = self._forewarning if stepped is None else stepped.forewarning
             reading, extremes = measure(grads, losses, extra, whole=forewarning.asks_for_norms)
         seen = [extremes.pop() for _ in self.rounds.parts] if state is not None else []

@@ -149,6 +149,8 @@ class Task:
         self.bad = True
         self.optimizer.zero_grad()
         self.loss().backward()
+        if self.x.is_cuda:  # the rest of the step's work is no part of the answer
+            torch.cuda.synchronize()
         moment = time.perf_counter()
         self.optimizer.step()
         self.bad = False
@@ -253,6 +255,7 @@ def named(name: str) -> Workload:
 
 def made(workload: Workload, device: str = "cpu", seed: int = 0) -> Task:
     """The workload with weights and batch of that seed; the global random state is left alone."""
-    with torch.random.fork_rng(devices=[]):
+    # Seeding seeds the devices' generators as well.
+    with torch.random.fork_rng(devices=[torch.device(device)] if device.startswith("cuda") else []):
         torch.manual_seed(seed)
         return workload.make(device)

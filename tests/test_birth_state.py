@@ -156,7 +156,14 @@ def test_a_buffer_that_the_loop_spoils_within_the_step_is_traced_to_the_operatio
     assert event.cause is not None and event.cause.code == "std_of_one"
     assert event.bad_buffers == ("0.var",) and event.weights == "clean"
     fix = next(t for t in event.trials if t.name == "fix")
-    assert fix.finite is None and "overwritten 0.var" in fix.detail
+    assert (fix.finite, fix.detail) == (
+        None,
+        "the step has written what is bad into 0.var, and what was there before is gone, so a repaired step would "
+        "still begin with it",
+    )
+    assert "reproduced: yes" in str(event) and "cannot be run again" not in str(event)
+    [state] = [line for line in str(event).splitlines() if line.startswith("   state")]
+    assert state.startswith("   state   the parameters are clean, a buffer is not: the step was not taken")
 
 
 def test_a_buffer_that_was_bad_before_the_loop_updates_it_is_the_state() -> None:

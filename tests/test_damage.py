@@ -262,6 +262,40 @@ def test_a_step_that_cannot_be_taken_again_is_still_named() -> None:
     assert any("is not known" in note for note in event.notes)
 
 
+class Counting(torch.optim.Optimizer):
+    """Spoils a weight in its fourth step, by what it keeps outside of its state: no copy of it does that again."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-3})
+        self.taken = [0]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.sub_(p.grad, alpha=1e-3)
+            if self.taken[0] == 3:
+                p.view(-1)[0] = float("inf")
+        self.taken[0] += 1
+
+
+@pytest.mark.parametrize("options", [{}, {"on_nan": "skip"}, {"on_nan": "warn"}, {"replay": "off"}], ids=str)
+def test_damage_that_nothing_explains_is_dated_to_the_step_that_did_it(options: dict[str, str]) -> None:
+    """Not to the one that met it: a checkpoint from in between is damaged as well."""
+    seed_all()
+    model = Scorer()
+    optimizer = Counting(model.parameters())
+    with detector(model, **options) as det:
+        for i in range(6):
+            step(model, optimizer, constant(i, torch.float32))
+            if det.triggered:
+                break
+    event = det.event
+    assert event is not None and (event.step, event.weights) == (4, "damaged since step 3")
+    assert det.last_good_step == 3
+    if not options:
+        assert "weights are damaged since step 3: head.weight was not finite before step 4 began" in str(event)
+
+
 def test_a_training_that_notices_the_bad_weights_itself() -> None:
     kind = KINDS["centered rmsprop"]
     at = first_damage(kind)

@@ -124,7 +124,7 @@ def test_weights_spoilt_in_mid_run_were_finite_until_then() -> None:
             if det.triggered:
                 break
     event = det.event
-    assert event is not None and (event.step, event.weights) == (7, "damaged since step 7")
+    assert event is not None and (event.step, event.weights) == (7, "damaged since step 6")
     assert event.sample_index == (), "every sample meets a bad weight"
 
 

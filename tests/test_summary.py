@@ -572,21 +572,63 @@ def test_the_state_says_what_happens_next(fields: dict[str, str], said: str):
         (
             {"phase": "optimizer", "tensor_name": "optimizer.state[w]['exp_avg_sq']"},
             (
-                "weights are clean: the step was not taken, and training stops here.        reproduced: yes",
+                "the parameters are clean, the optimizer's state is not: the step was not taken, and training stops "
+                "here.        reproduced: yes",
                 "the optimizer's state is damaged: clear it (optimizer.state.clear()), or load it from a checkpoint.",
+            ),
+        ),
+        (
+            {
+                "phase": "optimizer",
+                "tensor_name": "optimizer.state[w]['exp_avg_sq']",
+                "bad_buffers": ("bn.running_mean",),
+            },
+            (
+                "the parameters are clean, a buffer and the optimizer's state are not: the step was not taken, and "
+                "training stops here.        reproduced: yes",
+                "the optimizer's state is damaged: clear it (optimizer.state.clear()), or load it from a checkpoint.",
+                "buffer bn.running_mean is not finite: restore it before an evaluation or a checkpoint.",
+            ),
+        ),
+        (
+            {"phase": "optimizer", "tensor_name": "optimizer.state[w]['exp_avg_sq']", "weights": "restored"},
+            ("weights were restored: the step was not taken, and training stops here.        reproduced: yes",),
+        ),
+        (
+            {"weights": "damaged since step 86", "phase": "state", "tensor_name": "head.bias"},
+            (
+                "weights are damaged since step 86: head.bias was not finite before step 87 began; training stops here."
+                "        reproduced: yes",
+                "mend head.bias, or load a checkpoint in which it is finite, before training goes on.",
+            ),
+        ),
+        (
+            {"weights": "damaged since step 0", "phase": "state", "tensor_name": "embed.weight"},
+            (
+                "weights are damaged: embed.weight was not finite before step 87 began; training stops here."
+                "        reproduced: yes",
+                "mend embed.weight, or load a checkpoint in which it is finite, before training goes on.",
+            ),
+        ),
+        (
+            {"phase": "state", "tensor_name": "ema.head.bias"},
+            (
+                "the parameters are clean, ema.head.bias is not: the step was not taken, and training stops here."
+                "        reproduced: yes",
             ),
         ),
         (
             {"bad_buffers": ("bn.running_mean",)},
             (
-                "weights are clean: the step was not taken, and training stops here.        reproduced: yes",
+                "the parameters are clean, a buffer is not: the step was not taken, and training stops here."
+                "        reproduced: yes",
                 "buffer bn.running_mean is not finite: restore it before an evaluation or a checkpoint.",
             ),
         ),
         (
             {"bad_buffers": tuple("abcdef"), "trials": (SAME,)},
             (
-                "weights are clean: the step was not taken, and training stops here.        "
+                "the parameters are clean, buffers are not: the step was not taken, and training stops here.        "
                 "reproduced: yes, twice, bit for bit",
                 "buffers a, b, c, d and 2 more are not finite: restore them before an evaluation or a checkpoint.",
             ),

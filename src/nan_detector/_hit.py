@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -218,11 +218,18 @@ def _poisoned_buffers(replayed: Replayed, names: Names, birth: Birth) -> tuple[s
 
 def _weights_lost(entries: list[Entry], names: Names) -> bool:
     """True when the step's weights were damaged after it used them: what a replay found now would be another story."""
-    last = {id(e.owner): e.extra for e in entries if e.kind == "root" and isinstance(e.extra, Moment)}
-    with quiet():
-        if all(p._version == version for moment in last.values() for p, version in moment.versions):
-            return False
+    if unmoved(entries) is not False:
+        return False
     return weights_state(names.parameters(), ()) != "clean"
+
+
+def unmoved(entries: Iterable[Entry]) -> bool | None:
+    """True when nothing has written into the weights since the model was called; None where it was not."""
+    last = {id(e.owner): e.extra for e in entries if e.kind == "root" and isinstance(e.extra, Moment)}
+    if not last:
+        return None
+    with quiet():
+        return all(p._version == version for moment in last.values() for p, version in moment.versions)
 
 
 def _with_samples(finding: Finding, names: Names, entries: list[Entry]) -> Finding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -14,7 +14,16 @@ from nan_detector._config import Policy, Replay, policy_named
 from nan_detector._erased import erased
 from nan_detector._errors import NonFiniteError
 from nan_detector._gate import Suspicion
-from nan_detector._hit import FINITE_AGAIN, Finding, complete, investigate, new_event, weights_state
+from nan_detector._hit import (
+    FINITE_AGAIN,
+    Finding,
+    complete,
+    investigate,
+    new_event,
+    relevant_entries,
+    unmoved,
+    weights_state,
+)
 from nan_detector._hyper import HyperProblem
 from nan_detector._keeper import Keeper
 from nan_detector._moment import Habits
@@ -28,6 +37,7 @@ from nan_detector._session import Session, session
 from nan_detector._state import logger, strict
 from nan_detector._step_trials import with_step_trials
 from nan_detector._summary import headline, story
+from nan_detector._tape import Entry
 from nan_detector._trace import BirthKind
 from nan_detector._trials import with_trials
 from nan_detector._watchers import StepWatch
@@ -119,7 +129,7 @@ class Responder:
         event = self._explained(current, event, suspicion, finding, optimizer)
         event = replace(event, sample_id=run.ids_of(event.sample_index) or event.sample_id)
         policy = self._policy(event)
-        weights = self._weights(event, policy, stepping and not suspicion.erased)
+        weights = self._weights(event, policy, stepping and not suspicion.erased, relevant_entries(current.tape))
         event = replace(event, weights=weights, action=policy.value)
         if isinstance(suspicion.hyper, BadState) and suspicion.hyper.since is not None and event.phase == "state":
             event = replace(event, weights=f"damaged since step {suspicion.hyper.since}")
@@ -189,19 +199,18 @@ class Responder:
         note = "there was no good state to go back to yet: the step was dropped, as with 'skip'"
         return replace(event, notes=(*event.notes, note))
 
-    def _weights(self, event: NaNEvent, policy: Policy, stepping: bool) -> str:
-        if policy is Policy.WARN and stepping:
-            return f"damaged since step {event.step}"
+    def _weights(self, event: NaNEvent, policy: Policy, stepping: bool, entries: Sequence[Entry] = ()) -> str:
         if weights_state(self.run.names.parameters(), ()) == "clean":
+            if policy is Policy.WARN and stepping:
+                return f"damaged since step {event.step}"
             self.aftermath.sound()
             return "clean"
-        # A clean gate tells that the weights its step used were finite; a row that is looked up now and then is not
-        # used in every step.
-        known = event.phase != "state" or (self.run.ledger.last_good_step is not None and event.op not in _LOOK_UPS)
-        since = event.step
-        if event.phase == "state" and not self.aftermath.optimizers and self.run.ledger.last_good_step is not None:
-            since = self.run.ledger.last_good_step  # the loop's own update, after the gate that found all finite
-        return f"damaged since step {since if known else 0}"
+        if event.phase == "optimizer" or not (event.phase == "state" or unmoved(entries)):
+            return f"damaged since step {event.step}"
+        # They were bad before this step began. A clean gate tells that the weights its step used were finite, so that
+        # step, or what came after it, has damaged them; a row that is looked up now and then is not used in every step.
+        last = self.run.ledger.last_good_step
+        return f"damaged since step {last if last is not None and event.op not in _LOOK_UPS else 0}"
 
     def _since(self, event: NaNEvent) -> NaNEvent:
         """`event` of a parameter that was bad before the step, with a fix that knows when it was still finite."""

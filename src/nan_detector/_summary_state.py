@@ -41,26 +41,31 @@ def state_lines(event: NaNEvent) -> list[str]:
     more = _buffers(event.bad_buffers)
     if damaged and event.action != "warn":
         more.insert(0, _mend(event))
-    elif not damaged and event.phase == "optimizer" and (event.tensor_name or "").startswith("optimizer.state["):
+    elif not damaged and _has_bad_moments(event):
         more.insert(0, _CLEAR)
     return [f"{said}.{_GAP}{reproduced}", *(f"{line}." for line in more)]
 
 
 def _was_bad_before(event: NaNEvent) -> bool:
-    return event.phase == "state" and bool(event.tensor_name) and event.weights.endswith(f"since step {event.step}")
+    return event.phase == "state" and bool(event.tensor_name)
+
+
+def _since(event: NaNEvent) -> str:
+    return event.weights.rpartition(" ")[2]
 
 
 def _mend(event: NaNEvent) -> str:
     if _was_bad_before(event):
         return f"mend {event.tensor_name}, or load a checkpoint in which it is finite, before training goes on"
-    return f"load a checkpoint from before step {event.weights.rpartition(' ')[2]} before training goes on"
+    return f"load a checkpoint from before step {_since(event)} before training goes on"
 
 
 def _damage(event: NaNEvent) -> str:
     """Of weights that are bad already, refusing a step is beside the point."""
     since = event.weights
     if _was_bad_before(event):
-        since = f"damaged: {event.tensor_name} was not finite before step {event.step} began"
+        dated = since if _since(event) not in ("0", str(event.step)) else "damaged"  # 0 where since when is not known
+        since = f"{dated}: {event.tensor_name} was not finite before step {event.step} began"
     next_ = _NEXT.get(event.action, "")
     if event.action == "warn":
         next_ = f"{_STEP['warn']}, and {next_}" if event.phase not in ("optimizer", "state") else next_
@@ -68,11 +73,32 @@ def _damage(event: NaNEvent) -> str:
 
 
 def _sound(event: NaNEvent) -> str:
-    known = {"clean": "weights are clean", "restored": "weights were restored", "": ""}
-    weights = known.get(event.weights, f"weights are {event.weights}")
+    known = {"clean": "are clean", "restored": "were restored"}
+    bad = _not_clean(event)
+    weights = f"weights {known.get(event.weights, f'are {event.weights}')}" if event.weights else ""
+    if weights and bad:  # a buffer goes into a checkpoint with the weights: what is clean is said of the rest alone
+        weights = f"the parameters {weights.removeprefix('weights ')}, {bad}"
     step = _STEP.get(event.action, event.action).rstrip(".")
     done = ", and ".join(p for p in (step, _NEXT.get(event.action, "")) if p)
     return ": ".join(p for p in (weights, done) if p)
+
+
+def _not_clean(event: NaNEvent) -> str:
+    """What is not as sound as the parameters, with its verb; "" where all is."""
+    if event.weights == "restored":  # and with them whatever else was kept
+        return ""
+    bad = ["buffers" if len(event.bad_buffers) > 1 else "a buffer"] if event.bad_buffers else []
+    if _has_bad_moments(event):
+        bad.append("the optimizer's state")
+    elif event.phase == "state" and event.tensor_name and not bad:
+        bad.append(event.tensor_name)
+    many = len(bad) > 1 or len(event.bad_buffers) > 1
+    return f"{' and '.join(bad)} {'are' if many else 'is'} not" if bad else ""
+
+
+def _has_bad_moments(event: NaNEvent) -> bool:
+    name = event.tensor_name or ""
+    return event.phase == "optimizer" and event.weights != "restored" and name.startswith("optimizer.state[")
 
 
 def _buffers(names: Sequence[str]) -> list[str]:

@@ -101,7 +101,10 @@ def plan(birth: Birth | None, reproduced: Reproduced, facts: Facts) -> tuple[Pla
     chosen.append(Planned(FIX, "Does the proposed fix keep the step finite?"))
     if facts.overwritten:
         # Whatever is changed, the step would begin with the bad buffer that it has left.
-        why = f"the step has overwritten {facts.overwritten}, so it cannot be run again as it began"
+        why = (
+            f"the step has written what is bad into {facts.overwritten}, and what was there before is gone, so a "
+            "repaired step would still begin with it"
+        )
         return (*chosen[:-1], replace(chosen[-1], why_not=why))
     if birth.kind not in _COMPUTED:
         return tuple(chosen)

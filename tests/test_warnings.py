@@ -64,8 +64,64 @@ def test_large_gradients_of_one_step_are_one_line_of_the_log(caplog: pytest.LogC
     largest = max(det.grad_events, key=lambda e: e.grad_norm)
     name = f"{largest.layer_name}.{largest.param_name}"
     assert lines == [
-        f"step 1: 4 of 4 gradient norms are above grad_norm_warn=100, the largest {largest.grad_norm:.3g} of {name}"
+        f"step 1: 4 of 4 gradient norms are above grad_norm_warn=100, the largest {largest.grad_norm:.3g} of {name} "
+        f"(told again from {10 * largest.grad_norm:.3g} on)"
     ]
+
+
+def large(i: int) -> float:
+    """From step 2 on all gradients are large; in step 6 they have grown more than tenfold, and then shrink again."""
+    return 1.0 if i < 2 else 1e9 if i == 6 else 1e6
+
+
+def test_large_gradients_that_stay_are_told_once_and_summed_up(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    model = nn.Linear(8, 4, bias=False)
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+    with caplog.at_level(logging.WARNING, "nan_detector"), NaNDetector(model, verbose=False, log_dir=tmp_path) as det:
+        steps(det, model, opt, 9, change=large)
+    norms = {e.batch_idx: e.grad_norm for e in det.grad_events}
+    assert list(norms) == [2, 3, 4, 5, 6, 7, 8], "each step keeps its own"
+    logged = [json.loads(line) for line in (tmp_path / "events-rank0.jsonl").read_text().splitlines()]
+    assert [r["batch_idx"] for r in logged if r["record"] == "grad"] == list(norms)
+    assert [r.getMessage() for r in caplog.records if "grad_norm_warn" in r.getMessage()] == [
+        f"step {i}: the gradient norm of weight is {norms[i]:.3g}, above grad_norm_warn=100 "
+        f"(told again from {10 * norms[i]:.3g} on)"
+        for i in (2, 6)
+    ] + [
+        "gradient norms were above grad_norm_warn=100 in 7 steps, first in step 2 and last in step 8; the largest was "
+        f"{norms[6]:.3g}, of weight in step 6"
+    ]
+
+
+def test_nothing_is_summed_up_where_each_step_was_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(8, 4, bias=False)
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+    with caplog.at_level(logging.WARNING, "nan_detector"):
+        for _ in range(2):  # a second watch begins anew
+            with NaNDetector(model, verbose=False) as det:
+                steps(det, model, opt, 5, change=lambda i: 1e6 if i == 3 else 1.0)
+            assert [e.batch_idx for e in det.grad_events] == [3]
+    told = [r.getMessage() for r in caplog.records if "grad_norm_warn" in r.getMessage()]
+    assert len(told) == 2 and all(line.startswith("step 3: ") for line in told)
+
+
+def test_a_check_of_the_norms_answers_for_the_step_whatever_was_logged() -> None:
+    """The logger tells few of them and the gate may have been first: the answer is about the gradients."""
+    model = nn.Linear(8, 4, bias=False)
+    opt = torch.optim.SGD(model.parameters(), lr=0.0)
+    answers: list[tuple[bool, bool, bool]] = []
+    with NaNDetector(model, verbose=False) as det:
+        for i in range(5):
+            det.set_batch(i)
+            opt.zero_grad()
+            (model(torch.ones(2, 8)).sum() * (1e6 if i in (1, 2, 4) else 1.0)).backward()
+            before = det.check_grad_norms(), det.check_grad_norms()
+            opt.step()
+            answers.append((*before, det.check_grad_norms()))
+    assert answers == [(i in (1, 2, 4),) * 3 for i in range(5)]
+    assert [e.batch_idx for e in det.grad_events] == [1, 2, 4], "once a step"
 
 
 @pytest.mark.parametrize("scaled", [False, True])

@@ -16,6 +16,43 @@ from nan_detector._summary import headline, story
 
 #: Warnings of one kind that are logged in full; later ones are only kept.
 MAX_LOGGED_WARNINGS = 20
+#: Times larger that a norm must be than the largest one told, to be told as well.
+GROWTH = 10.0
+
+
+class _NormLines:
+    """Which steps with large gradients get a line of their own: what is above the threshold mostly stays there."""
+
+    def __init__(self) -> None:
+        self._told = 0.0  # the largest norm that a line has told
+        self._steps: list[int] = []  # how many steps, the first and the last
+        self._untold = False
+        self._largest: GradEvent | None = None
+
+    def line(self, records: Sequence[GradEvent], message: str) -> str | None:
+        """The line for a step; None where it is only counted."""
+        most = max(records, key=lambda r: r.grad_norm)
+        count, first, _ = self._steps or (0, most.batch_idx, 0)
+        self._steps = [count + 1, first, most.batch_idx]
+        if self._largest is None or most.grad_norm > self._largest.grad_norm:
+            self._largest = most
+        if most.grad_norm < GROWTH * self._told:
+            self._untold = True
+            return None
+        self._told = most.grad_norm
+        return f"{message} (told again from {GROWTH * most.grad_norm:.3g} on)"
+
+    def summary(self) -> str | None:
+        """What became of it in all; None where each step was told."""
+        most = self._largest
+        if most is None or not self._untold:
+            return None
+        count, first, last = self._steps
+        name = f"{most.layer_name}.{most.param_name}".lstrip(".")
+        return (
+            f"gradient norms were above grad_norm_warn={most.threshold:g} in {count} steps, first in step {first} and "
+            f"last in step {last}; the largest was {most.grad_norm:.3g}, of {name} in step {most.batch_idx}"
+        )
 
 
 class Book:
@@ -31,6 +68,7 @@ class Book:
         self.dropped = 0
         self.log = EventLog(config.log_dir, rank=process_rank()) if config.log_dir is not None else None
         self._counts: dict[str, int] = {}
+        self._norms = _NormLines()
         #: Gives the rows of the flight recorder that the log lacks, where there are such.
         self.rows_for_log: Callable[[], Iterable[StepRow]] | None = None
 
@@ -105,13 +143,15 @@ class Book:
         self._tell(self._config.on_warning, record, "on_warning")
 
     def warn_each(self, records: Sequence[GradEvent], message: str) -> None:
-        """Keep and write a step's warnings of large gradients; one line of the log is enough for them."""
+        """Keep and write a step's warnings of large gradients, and log the first and those of a new magnitude."""
         with self._lock:
             for record in records:
                 if len(self.grad_events) < self._config.max_events:
                     self.grad_events.append(record)
                 self.write(record)
-        self._log("grad_norm", message)
+            line = self._norms.line(records, message)
+        if line is not None:
+            self._log("grad_norm", line)
 
     def _log(self, kind: str, message: str) -> None:
         with self._lock:
@@ -123,7 +163,10 @@ class Book:
             logger.warning("%s%s%s", sender, message, more)
 
     def close(self) -> None:
-        """Flush and close the log."""
+        """Flush and close the log, and sum up what was not told one by one."""
+        norms, self._norms = self._norms, _NormLines()
+        if (summary := norms.summary()) is not None:
+            self._log("grad_norm_summary", summary)
         self._write_rows()
         self.rows_for_log = None
         if self.log is not None:

@@ -53,7 +53,8 @@ class NaNDetector:
             in any case: each step that they drop is recorded.
         check_inputs: At "layers": also look at what the model is given.
         check_backward: At "layers": also look at the gradients of every module's output.
-        grad_norm_warn: L2 norm of one parameter's gradient above which a `GradEvent` is recorded.
+        grad_norm_warn: L2 norm of one parameter's gradient above which a `GradEvent` is recorded, in each step; the
+            logger tells the first, and those ten times larger than what it has told.
         skip_types: At "layers": classes of modules that are not looked at.
         max_events: Events and warnings kept in memory at most.
         verbose: Print the report of an event to stderr.
@@ -245,7 +246,8 @@ class NaNDetector:
         """Compare each gradient's L2 norm with `grad_norm_warn` now; the gate does so by itself before each step.
 
         Returns:
-            True when a warning was logged in this call.
+            True when a norm is above it. `grad_events` has the gradients, once a step; the logger tells the first step
+            of them, each that is ten times larger than what it has told, and at the end how many there were.
         """
         engine = self._engine
         return bool(engine is not None and not is_replaying() and engine.check_grad_norms())

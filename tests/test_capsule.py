@@ -222,6 +222,7 @@ def test_one_folder_holds_so_many_and_no_more(tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.WARNING):
         det = programs.train_watched("cnn", capsule=True, log_dir=tmp_path)
     assert det.event.capsule is None and det.event.op == "div"
+    assert f"no capsule: {tmp_path / layout.FOLDER} holds 8 already" in det.event.notes
     assert sum("holds 8 capsules, and no more are written there" in r.message for r in caplog.records) == 1
 
 
@@ -234,6 +235,30 @@ def test_a_file_in_the_way_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptur
     assert warned == [
         f"A capsule cannot be written to {tmp_path / layout.FOLDER} (File exists). Training goes on without it; make "
         "room there, or give another log_dir to the next run."
+    ]
+
+
+def test_what_cannot_be_written_is_one_warning_in_a_run_and_a_note_in_each_event(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """The folder of the log is a file, and so nothing can be written into it at any event."""
+    folder = tmp_path / "runs"
+    folder.write_text("")
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with caplog.at_level(logging.WARNING):
+        with NaNDetector(model, verbose=False, on_nan="skip", capsule=True, log_dir=folder) as det:
+            for i in range(8):
+                optimizer.zero_grad()
+                model(torch.full((2, 4), torch.nan if i in (2, 4, 5) else 1.0)).sum().backward()
+                optimizer.step()
+    assert [e.step for e in det.all_events] == [2, 4, 5]
+    note = f"no capsule: {folder / layout.FOLDER} cannot be written (Not a directory)"
+    assert all(e.capsule is None and e.notes.count(note) == 1 for e in det.all_events)
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert [w.partition(")")[0] for w in warned] == [
+        f"The event log {folder / 'events-rank0.jsonl'} cannot be written (File exists",
+        f"A capsule cannot be written to {folder / layout.FOLDER} (Not a directory",
     ]
 
 

@@ -124,7 +124,7 @@ class Responder:
         run.book.provisional(event)
         if self.capsules is not None and (suspicion.losses or suspicion.gradients):
             with current.off():
-                event = replace(event, capsule=self.capsules.begin(event, current.tape))
+                event = self.capsules.begin(event, current.tape)
         self._not_zeroed = self._about_zeroing(current, optimizer)
         event = self._explained(current, event, suspicion, finding, optimizer)
         event = replace(event, sample_id=run.ids_of(event.sample_index) or event.sample_id)
@@ -432,7 +432,7 @@ class Responder:
         self.run.book.provisional(event)
         if self.capsules is not None:
             with current.off():
-                event = replace(event, capsule=self.capsules.begin(event, current.tape))
+                event = self.capsules.begin(event, current.tape)
         damage = self._damage_behind(finding)
         if damage is None:
             event = self._tried(current, self._complete(event, finding), finding)

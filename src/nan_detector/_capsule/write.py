@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +49,20 @@ class Capsules:
         self.folder = Path(where) / layout.FOLDER
         self.max_bytes = max_bytes
         self.evidence = Evidence()
-        self._told_full = False
+        self._lacking = ""  # why the last capsule could not be written
+        self._told: set[str] = set()  # a run with many events has one cause for all that it cannot write
         self._indices: dict[int, int] = {}  # of an entry's number on the tape: its place in the capsule
 
-    def begin(self, event: NaNEvent, tape: Tape) -> str | None:
+    def begin(self, event: NaNEvent, tape: Tape) -> NaNEvent:
         """Write the step down, before it is replayed: should the process die of that, the evidence is there.
 
         Returns:
-            The capsule's path; None where it could not be written.
+            `event` with its capsule, or with a note why it has none.
         """
-        path: str | None = self._contained(self._begin, event, tape)
-        return path
+        self._lacking = ""
+        path = self._contained(self._begin, event, tape)
+        notes = () if path is not None else (f"no capsule: {self._lacking}",)
+        return replace(event, capsule=path, notes=(*event.notes, *notes))
 
     def finish(self, event: NaNEvent) -> None:
         """Add what the replay found to the event's capsule: the final event, and the guilty operation alone."""
@@ -98,15 +102,17 @@ class Capsules:
         there = sum(1 for p in self.folder.iterdir() if p.name.startswith("step-"))
         if there < layout.MAX_CAPSULES:
             return False
-        if not self._told_full:
-            self._told_full = True
-            logger.warning(
-                "%s holds %d capsules, and no more are written there: remove old ones, or give another log_dir to the "
-                "next run.",
-                self.folder,
-                there,
-            )
+        self._lacking = f"{self.folder} holds {there} already"
+        self._warn(
+            f"{self.folder} holds {there} capsules, and no more are written there: remove old ones, or give another "
+            "log_dir to the next run."
+        )
         return True
+
+    def _warn(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            logger.warning("%s", message)
 
     def _fill(self, draft: Path, event: NaNEvent, tape: Tape) -> None:
         _write_json(draft / layout.EVENT, event.to_dict())
@@ -158,16 +164,19 @@ class Capsules:
         try:
             return work(*args)
         except (OSError, MemoryError, torch.OutOfMemoryError) as error:
-            logger.warning(
-                "A capsule cannot be written to %s (%s). Training goes on without it; make room there, or give another "
-                "log_dir to the next run.",
-                self.folder,
-                getattr(error, "strerror", None) or error or type(error).__name__,
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            self._lacking = f"{self.folder} cannot be written ({reason})"
+            self._warn(
+                f"A capsule cannot be written to {self.folder} ({reason}). Training goes on without it; make room "
+                "there, or give another log_dir to the next run."
             )
-        except Exception:
+        except Exception as error:
             if strict():
                 raise
-            logger.exception("a capsule could not be written; training goes on without it")
+            self._lacking = f"it could not be written ({type(error).__name__}: {error})"
+            if self._lacking not in self._told:
+                self._told.add(self._lacking)
+                logger.exception("a capsule could not be written; training goes on without it")
         return None
 
 

@@ -246,12 +246,12 @@ def test_what_cannot_be_written_is_one_warning_in_a_run_and_a_note_in_each_event
     folder.write_text("")
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with caplog.at_level(logging.WARNING):
-        with NaNDetector(model, verbose=False, on_nan="skip", capsule=True, log_dir=folder) as det:
-            for i in range(8):
-                optimizer.zero_grad()
-                model(torch.full((2, 4), torch.nan if i in (2, 4, 5) else 1.0)).sum().backward()
-                optimizer.step()
+    det = NaNDetector(model, verbose=False, on_nan="skip", capsule=True, log_dir=folder)
+    with caplog.at_level(logging.WARNING), det:
+        for i in range(8):
+            optimizer.zero_grad()
+            model(torch.full((2, 4), torch.nan if i in (2, 4, 5) else 1.0)).sum().backward()
+            optimizer.step()
     assert [e.step for e in det.all_events] == [2, 4, 5]
     note = f"no capsule: {folder / layout.FOLDER} cannot be written (Not a directory)"
     assert all(e.capsule is None and e.notes.count(note) == 1 for e in det.all_events)

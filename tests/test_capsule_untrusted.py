@@ -59,11 +59,16 @@ def refusal(capsule: Path) -> str:
 
 def test_no_folder(tmp_path: Path):
     where = tmp_path / "nowhere"
-    assert refusal(where) == f"{where} is no folder: name one that an event has as its capsule."
+    assert refusal(where) == (
+        f"{where} is not there: name the folder that an event has as its capsule, such as "
+        "capsules/step-000094-1f0c22aa."
+    )
 
 
 def test_a_folder_that_is_none(tmp_path: Path):
-    assert refusal(tmp_path) == f"{tmp_path} is no capsule: it has no step.json."
+    assert refusal(tmp_path) == (
+        f"{tmp_path} is no capsule: it has no step.json. Name the folder that an event has as its capsule."
+    )
 
 
 @pytest.mark.parametrize("name", [layout.STEP, layout.EVENT, layout.GRADIENTS])
@@ -79,6 +84,18 @@ def test_json_that_is_none(capsule: Path, name: str, content: bytes):
             open_capsule(capsule).gradients()
         return
     assert refusal(capsule)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs the pipes of Unix")
+@pytest.mark.parametrize("name", [layout.EVENT, layout.STEP_TENSORS, layout.STATE_TENSORS, layout.GRADIENTS])
+def test_a_pipe_is_not_waited_for(capsule: Path, name: str):
+    (capsule / name).unlink(missing_ok=True)
+    os.mkfifo(capsule / name)
+    if name == layout.GRADIENTS:
+        with pytest.raises(CapsuleError, match=f"{name} is no file: the capsule is damaged"):
+            open_capsule(capsule).gradients()
+        return
+    assert refusal(capsule) == f"{capsule / name} is no file: the capsule is damaged."
 
 
 @pytest.mark.parametrize("name", [layout.STEP_TENSORS, layout.STATE_TENSORS])

@@ -17,7 +17,7 @@ import _logs
 from _strategies import records_of
 from nan_detector import _digest
 from nan_detector._digest import digest_of, read_digest
-from nan_detector._reading import Problem, read_lines
+from nan_detector._reading import FIRST_LINES, Problem, read_lines
 from nan_detector._records import RECORDS, GradEvent, NaNEvent, Record, RunRecord, StepRow, WarningRecord
 from nan_detector._thinning import EVENTS, RECENT, SPREAD, Thinned
 
@@ -136,7 +136,31 @@ def test_a_rank_whose_file_cannot_be_read_does_not_hide_the_others(tmp_path: Pat
     (tmp_path / "events-rank1.jsonl").mkdir()
     digest = read_digest(tmp_path)
     assert len(digest.events) == 1
-    assert [p.message for p in digest.problems] == ["the file cannot be read any further (Is a directory)."]
+    assert [p.message for p in digest.problems] == ["the file cannot be read any further (is a folder, not a file)."]
+
+
+def test_a_file_that_begins_with_a_thousand_other_lines_is_no_log(tmp_path: Path):
+    path = tmp_path / "events-rank0.jsonl"
+    row = json.dumps(StepRow(1).to_dict()) + "\n"
+    path.write_text("no record\n" * (FIRST_LINES + 5) + row)
+    digest = read_digest(path)
+    assert not digest.runs and len(digest.problems) == 100 and digest.problems_left_out == FIRST_LINES - 99
+    [*_, last] = read_lines(path)
+    assert isinstance(last, Problem) and last.line == FIRST_LINES
+    assert last.message == f"none of the first {FIRST_LINES} lines is a record. The file is read no further."
+    path.write_text(row + "no record\n" * (FIRST_LINES + 5) + row)  # what began as a log is read to its end
+    assert read_digest(path).runs[0].step_count == 2
+
+
+def test_the_end_of_a_line_is_not_looked_for_for_ever(tmp_path: Path):
+    path = tmp_path / "long.jsonl"
+    row = json.dumps(StepRow(1).to_dict()).encode() + b"\n"
+    path.write_bytes(row + b"x" * 100_000 + b"\n" + row)
+    found = list(read_lines(path, longest=1000))
+    assert [type(f) for f in found] == [StepRow, Problem]
+    assert isinstance(found[1], Problem) and found[1].message == (
+        "the line has more than 1000 bytes, and is no record for that. The file is read no further."
+    )
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -209,6 +209,21 @@ def test_a_folder_that_cannot_be_is_one_warning(
     assert message.endswith("make room there, or give another log_dir to the next run.")
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs the pipes of Unix")
+def test_a_pipe_in_the_place_of_the_file_is_one_warning_and_nobody_waits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    os.mkfifo(tmp_path / "events-rank0.jsonl")
+    log = EventLog(tmp_path)
+    use(log)
+    assert warnings_of(caplog) == [
+        f"The event log {log.path} cannot be written (There is a pipe of that name). Training goes on and nothing "
+        "more is logged to it; make room there, or give another log_dir to the next run."
+    ]
+    with pytest.raises(OSError, match="is a pipe, not a file"):
+        read_log(tmp_path)
+
+
 def test_a_folder_in_the_place_of_the_file_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     (tmp_path / "events-rank0.jsonl").mkdir()
     use(EventLog(tmp_path))

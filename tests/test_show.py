@@ -6,8 +6,11 @@ import io
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -171,6 +174,43 @@ def test_what_is_no_log_is_refused_in_a_line(
     for argv in (["show", str(path)], ["show", "--json", str(path)]):
         assert main(argv) == 2
         assert capsys.readouterr() == ("", f"nan-detector: LOG={str(path)!r} {line}\n")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs the devices and pipes of Unix")
+@pytest.mark.parametrize("command", ["show", "report", "replay"])
+@pytest.mark.parametrize("kind", ["device", "pipe", "socket", "hole", "pipe in a folder"])
+def test_what_has_no_end_is_refused_at_once(command: str, kind: str, capsys: Capture):
+    """A pipe that nobody writes into, a device without an end, ten gigabytes of nothing: no command waits for them."""
+    with tempfile.TemporaryDirectory() as short:  # the name of a socket may not be long
+        path = Path("/dev/zero") if kind == "device" else Path(short) / "log"
+        if kind == "hole":
+            path.touch()
+            os.truncate(path, 10 * 2**30)
+        elif kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "pipe in a folder":
+            path.mkdir()
+            os.mkfifo(path / "events-rank0.jsonl")
+        elif kind == "socket":
+            with socket.socket(socket.AF_UNIX) as held:
+                held.bind(str(path))
+        begun = time.perf_counter()
+        argv = [command, str(path), *(["--model", "nowhere:none"] if command == "replay" else [])]
+        assert main(argv) == 2
+        assert time.perf_counter() - begun < 5
+        said = capsys.readouterr().err
+    if command == "replay":
+        why = "is no capsule: it has no step.json." if kind == "pipe in a folder" else "is not a folder:"
+        assert said.startswith(f"nan-detector: CAPSULE={str(path)!r} {why}") and "that an event has as its" in said
+        return
+    what = {
+        "device": "is a device, not a file",
+        "socket": "is a socket, not a file",
+        "hole": "holds no record of nan-detector (line 1: the line has more than 16777216 bytes, and is no record for "
+        "that. The file is read no further)",
+    }.get(kind, "is a pipe, not a file")
+    tail = "" if kind == "hole" else ", or a file in it"
+    assert said == f"nan-detector: LOG={str(path)!r} {what}: name the folder that --log or log_dir named{tail}.\n"
 
 
 def test_a_folder_of_logs_is_answered_with_the_newest(tmp_path: Path, capsys: Capture):

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import stat
 import threading
 import time
 from collections.abc import Iterable
@@ -52,6 +53,8 @@ class EventLog:
         self._file: BinaryIO | None = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.is_fifo():  # opening it would wait for somebody to read it
+                raise OSError(errno.EINVAL, "There is a pipe of that name")
             _mend_end(self.path)
             # Unbuffered: a forked worker would otherwise inherit half a line and write it a second time.
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  # closed by `close`
@@ -187,9 +190,36 @@ def events(records: Iterable[Record]) -> list[NaNEvent]:
     return list(by_id.values())
 
 
+class NoLog(OSError):
+    """What stands there is no file, and reading it might never end; `strerror` says what it is."""
+
+
+#: What is no file, by its type.
+_OTHERS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Open a log for reading.
+
+    Raises:
+        NoLog: It is no file: a pipe that nobody writes into is not even opened, and a device like /dev/zero has no end.
+        OSError: It cannot be opened.
+    """
+    kind = stat.S_IFMT(path.stat().st_mode)
+    if kind != stat.S_IFREG:
+        raise NoLog(errno.EINVAL, f"is {_OTHERS.get(kind, 'something else')}, not a file", str(path))
+    return open(path, "rb")
+
+
 def _read_file(path: Path) -> list[Record]:
     records = []
-    with open(path, "rb") as file:
+    with open_log(path) as file:
         for number, line in enumerate(file, 1):
             try:
                 if line.strip():

@@ -7,15 +7,19 @@ served by all the good ones. Memory stays bounded, however long a line or a log 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from nan_detector._eventlog import is_torn, parse_line
+from nan_detector._eventlog import is_torn, open_log, parse_line
 from nan_detector._records import SCHEMA_VERSION, Record
 
 #: Bytes of a line from which it cannot be ours: the longest event has a hundredth of it.
 LONGEST_LINE = 16 * 2**20
+#: Times as many bytes of one line after which its end is no longer looked for: the file may be one large hole.
+SKIPPED = 8
+#: Lines of which one must be a record, or the file is no log, however much is left of it.
+FIRST_LINES = 1000
 #: How the writer begins a step's row, and what is only in those that have layers.
 _STEP = f'{{"schema_version":{SCHEMA_VERSION},"record":"step",'.encode()
 _LAYERS = b'"layers":[{'
@@ -63,15 +67,19 @@ def read_lines(
         Rows of steps, in the form in which the log's writer puts them, as `Unread`: their first rows, without layers.
 
     Raises:
+        NoLog: It is a pipe, a device or the like.
         OSError: The file cannot be read.
     """
-    with open(path, "rb") as file:
-        number = 0
+    with open_log(path) as file:
+        number, good = 0, False
         while line := file.readline(longest + 1):
             number += 1
             found: Record | Unread | Problem | None
             if len(line) > longest:
-                found = _too_long(file, path, number, longest)
+                found = Problem(path, number, f"the line has more than {longest} bytes, and is no record for that.")
+                if not _skip_line(file, longest):
+                    yield replace(found, message=f"{found.message} {_NO_FURTHER}")
+                    return
             elif line.startswith(_STEP) and line.endswith(b"}\n") and _LAYERS not in line:
                 found = Unread(path, number, line)
             else:
@@ -80,6 +88,13 @@ def read_lines(
                 on_bytes(len(line))
             if found is not None:
                 yield found
+            good = good or not (found is None or isinstance(found, Problem))
+            if number >= FIRST_LINES and not good:
+                yield Problem(path, number, f"none of the first {FIRST_LINES} lines is a record. {_NO_FURTHER}")
+                return
+
+
+_NO_FURTHER = "The file is read no further."
 
 
 def _read(path: Path, number: int, line: bytes) -> Record | Problem | None:
@@ -93,8 +108,10 @@ def _read(path: Path, number: int, line: bytes) -> Record | Problem | None:
         return Problem(path, number, str(error))
 
 
-def _too_long(file: BinaryIO, path: Path, number: int, longest: int) -> Problem:
-    while rest := file.readline(longest):
-        if rest.endswith(b"\n"):
-            break
-    return Problem(path, number, f"the line has more than {longest} bytes, and is no record for that.")
+def _skip_line(file: BinaryIO, longest: int) -> bool:
+    """Go to the end of a line. False where it is not worth while."""
+    for _ in range(SKIPPED):
+        rest = file.readline(longest)
+        if not rest or rest.endswith(b"\n"):
+            return True
+    return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 #: Version of `step.json`; a reader refuses a later one.
 FORMAT = 1
 
@@ -26,3 +28,13 @@ MAX_JSON_BYTES = 64 * 2**20
 MAX_EXPANDED = 2**31
 #: Depth of nested arguments.
 MAX_DEPTH = 24
+
+
+def why_no_capsule(path: Path) -> str:
+    """What is wrong with the folder of a capsule, as the end of a sentence; "" where nothing is at first sight."""
+    if not path.is_dir():
+        what = "is not a folder" if path.exists() else "is not there"
+        return f"{what}: name the folder that an event has as its capsule, such as {FOLDER}/step-000094-1f0c22aa."
+    if not (path / STEP).is_file():
+        return f"is no capsule: it has no {STEP}. Name the folder that an event has as its capsule."
+    return ""

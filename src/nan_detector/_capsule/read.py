@@ -91,10 +91,8 @@ def open_capsule(path: Path) -> Capsule:
     Raises:
         CapsuleError: It is none, is damaged, or was written by a later release.
     """
-    if not path.is_dir():
-        raise CapsuleError(f"{path} is no folder: name one that an event has as its capsule.")
-    if not (path / layout.STEP).is_file():
-        raise CapsuleError(f"{path} is no capsule: it has no {layout.STEP}.")
+    if why := layout.why_no_capsule(path):
+        raise CapsuleError(f"{path} {why}")
     data = _json(path / layout.STEP)
     if not isinstance(data, dict):
         raise CapsuleError(f"{layout.STEP} is no object: the capsule is damaged.")
@@ -124,6 +122,8 @@ def _event(path: Path) -> NaNEvent:
 
 def _json(path: Path) -> Any:
     try:
+        if path.exists() and not path.is_file():  # a pipe or a device: reading it might never end
+            raise CapsuleError(f"{path} is no file: the capsule is damaged.")
         if path.stat().st_size > layout.MAX_JSON_BYTES:
             raise CapsuleError(f"{path.name} has more than {layout.MAX_JSON_BYTES >> 20} MiB, which no capsule has.")
         return json.loads(path.read_bytes(), parse_constant=_refuse)

@@ -113,6 +113,8 @@ class Reader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._tensors: dict[str, Tensor] = {}
+        if path.exists() and not path.is_file():  # a pipe or a device: reading it might never end
+            raise CapsuleError(f"{path} is no file: the capsule is damaged.")
         try:
             with safe_open(str(path), framework="pt") as file:
                 self._tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # no mapping

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nan_detector._cli import CommandError
-from nan_detector._eventlog import log_files
+from nan_detector._eventlog import NoLog, log_files
 
 if TYPE_CHECKING:
     from nan_detector._digest import Digest
@@ -37,6 +37,10 @@ def read(log: Path) -> Digest:
             raise CommandError(f"LOG={str(log)!r} has no events-rank*.jsonl: name {way_out}.") from error
         raise CommandError(
             f"LOG={str(log)!r} is not there: name the folder that --log or log_dir named, or a file in it."
+        ) from None
+    except NoLog as error:
+        raise CommandError(
+            f"LOG={str(log)!r} {error.strerror}: name the folder that --log or log_dir named, or a file in it."
         ) from None
     except (OSError, ValueError) as error:  # ValueError: a path that no file system takes
         reason = getattr(error, "strerror", None) or error

@@ -47,6 +47,10 @@ def command(
     """Read the options of ``nan-detector replay``."""
 
     def act() -> int:
+        from nan_detector._capsule.layout import why_no_capsule
+
+        if why := why_no_capsule(capsule):  # said at once: torch takes its time to load
+            raise CommandError(f"CAPSULE={str(capsule)!r} {why}")
         from nan_detector._capsule.again import again
         from nan_detector._capsule.read import open_capsule
         from nan_detector._errors import CapsuleError

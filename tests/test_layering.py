@@ -63,6 +63,7 @@ TABLE = (
             "_schema",
             "_source",
             "_source_text",
+            "_syntax",
             "_summary",
             "_summary_loss",
             "_summary_state",

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from nan_detector import _source as source
-from nan_detector import _source_text
+from nan_detector import _syntax
 from nan_detector._records import Location
 from nan_detector._source import (
     Mark,
@@ -655,5 +655,5 @@ def test_another_threads_parsing_costs_no_answer(monkeypatch: pytest.MonkeyPatch
         return real(text)
 
     monkeypatch.setattr(ast, "parse", parse)
-    assert isinstance(_source_text._parse("x = f(y)"), ast.Module)
+    assert isinstance(_syntax.parse("x = f(y)"), ast.Module)
     assert len(calls) == 2

@@ -6,7 +6,8 @@ import ast
 from typing import NamedTuple
 
 from nan_detector._source import Mark
-from nan_detector._source_text import _node_at, _text, _tree, argument_text
+from nan_detector._source_text import _node_at, _text, argument_text
+from nan_detector._syntax import same_place, tree_around
 
 
 class Use(NamedTuple):
@@ -90,7 +91,7 @@ def stands_within(inner: Mark, outer: Mark) -> bool:
     node, around = _node_at(inner), _node_at(outer)
     if node is None or around is None:
         return inner.code is outer.code and inner.lineno == outer.lineno
-    return any(node is part for part in ast.walk(around))
+    return any(same_place(node, part) for part in ast.walk(around))
 
 
 #: Functions that take their summands as one list.
@@ -120,7 +121,7 @@ def _last_name(func: ast.expr) -> str:
 def target_of(mark: Mark) -> str | None:
     """What the statement around the instruction assigns to, such as "loss"; None where it assigns to no single name."""
     node = _node_at(mark)
-    found = None if node is None else _tree(mark.code.co_filename).statement_of(node)
+    found = None if node is None else tree_around(mark.code).assignment_around(node)
     return None if found is None else _text(found[0])
 
 
@@ -134,6 +135,6 @@ def made_text(mark: Mark, unless: str | None = None) -> str | None:
     node = _node_at(mark)
     if node is None:
         return None
-    found = _tree(mark.code.co_filename).statement_of(node)
+    found = tree_around(mark.code).assignment_around(node)
     name = _text(found[0]) if found is not None and found[1] is node else None
     return _text(node) if name is None or name == unless else name

@@ -8,16 +8,13 @@ Where that is not certain the answer is None: a wrong expression is worse than n
 from __future__ import annotations
 
 import ast
-import contextlib
 import dis
-import functools
 import itertools
-import linecache
 import sys
-import types
-import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from nan_detector._syntax import Range, tree_around, tree_of
 
 if TYPE_CHECKING:
     from nan_detector._source import Mark
@@ -28,8 +25,6 @@ MAX_EXPRESSION = 60
 #: Modules by names that a notebook's other cell imports.
 _USUAL_MODULES = frozenset(("torch", "F", "nn", "np"))
 
-_Range = tuple[int, int, int, int]
-_Operation = (ast.Call, ast.BinOp, ast.AugAssign, ast.UnaryOp, ast.Compare, ast.Subscript, ast.Attribute)
 #: Instructions that use an expression's value and carry its range: `for row in f(x)` iterates, it does not call f.
 _ITERATES = frozenset(("GET_ITER", "FOR_ITER", "GET_YIELD_FROM_ITER", "GET_LEN"))
 _UNPACKS = frozenset(("LIST_EXTEND", "SET_UPDATE", "UNPACK_SEQUENCE", "UNPACK_EX"))
@@ -122,7 +117,7 @@ def _is_method_call(node: ast.Call, count: int | None, mark: Mark) -> bool | Non
     root = func.value
     while isinstance(root, ast.Attribute):
         root = root.value
-    return not (isinstance(root, ast.Name) and root.id in _tree(mark.code.co_filename).imported | _USUAL_MODULES)
+    return not (isinstance(root, ast.Name) and root.id in tree_of(mark.code.co_filename).imported | _USUAL_MODULES)
 
 
 def _operand(node: ast.AST | None, position: int | None, reflected: bool) -> ast.expr | None:
@@ -162,92 +157,22 @@ def _is_dotted(node: ast.expr) -> bool:
     return isinstance(node, ast.Name)
 
 
-_MOST_TRIES = 5
-
-
-def _parse(text: str) -> ast.Module:
-    """`ast.parse`, which in CPython 3.11 fails now and then while another thread parses: both count one depth.
-
-    A lock would be no help against the program's own threads, and a finalizer that runs within could wait for it.
-    """
-    for _ in range(_MOST_TRIES - 1):
-        with contextlib.suppress(SystemError):
-            return ast.parse(text)
-    return ast.parse(text)
-
-
-class _Tree:
-    """A file's operations by range and by line, and the names that its imports bind."""
-
-    def __init__(self, text: str) -> None:
-        self.by_range: dict[_Range, ast.AST] = {}
-        self.by_line: dict[int, list[ast.AST]] = {}
-        self.imported: set[str] = set()
-        self._module = _parse(text)
-        self._statements: dict[ast.AST, tuple[ast.expr, ast.expr]] | None = None
-        for node in ast.walk(self._module):
-            if isinstance(node, _Operation):
-                self.by_range[(node.lineno, node.end_lineno or 0, node.col_offset, node.end_col_offset or 0)] = node
-                self.by_line.setdefault(node.lineno, []).append(node)
-                # The compiler moves the start of a method call to the method's name where that is on a later line.
-                attr = node.func if isinstance(node, ast.Call) else None
-                if isinstance(attr, ast.Attribute) and attr.end_lineno != attr.lineno:
-                    start = (attr.end_col_offset or 0) - len(attr.attr)
-                    moved = (attr.end_lineno or 0, node.end_lineno or 0, start, node.end_col_offset or 0)
-                    self.by_range[moved] = node
-                    self.by_line.setdefault(moved[0], []).append(node)
-            elif isinstance(node, ast.Import):
-                self.imported.update(alias.asname or alias.name.split(".")[0] for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                for alias in node.names:
-                    member = getattr(sys.modules.get(node.module or ""), alias.name, None)
-                    if isinstance(member, (types.ModuleType, type)):
-                        self.imported.add(alias.asname or alias.name)
-
-    def statement_of(self, node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
-        """Target and value of the assignment within which `node` stands; None where there is no single target."""
-        if self._statements is None:
-            self._statements = {}
-            for s in ast.walk(self._module):
-                targets = s.targets if isinstance(s, ast.Assign) else [getattr(s, "target", None)]
-                value = s.value if isinstance(s, (ast.Assign, ast.AnnAssign, ast.AugAssign)) else None
-                target = targets[0]
-                if value is not None and len(targets) == 1 and isinstance(target, ast.expr):
-                    inside = [s] if isinstance(s, ast.AugAssign) else []
-                    self._statements.update(dict.fromkeys([*inside, *ast.walk(value)], (target, value)))
-        return self._statements.get(node)
-
-
-@functools.lru_cache(maxsize=4)
-def _parsed(text: str) -> _Tree | None:
-    try:
-        with warnings.catch_warnings():  # the compiler gave the user its warnings about this text already
-            warnings.simplefilter("ignore")
-            return _Tree(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # what ast.parse raises; a notebook's magics
-        return None
-
-
-def _tree(filename: str) -> _Tree:
-    return _parsed("".join(linecache.getlines(filename))) or _Tree("")
-
-
 def _node_at(mark: Mark) -> ast.AST | None:
     name = _opname(mark)
     if not name or name in _NO_CALLS:
         return None
-    tree = _tree(mark.code.co_filename)
+    tree = tree_around(mark.code)
     where = _range_of(mark)
     if where is not None:
-        return tree.by_range.get(where)
+        return tree.at(where)
     opcode = _opcode(mark)
     if opcode is None:
         return None
-    fitting = [node for node in tree.by_line.get(mark.lineno, ()) if _can_be(node, opcode)]
+    fitting = [node for node in tree.beginning_on(mark.lineno) if _can_be(node, opcode)]
     return fitting[0] if len(fitting) == 1 else None
 
 
-def _range_of(mark: Mark) -> _Range | None:
+def _range_of(mark: Mark) -> Range | None:
     positions = getattr(mark.code, "co_positions", None)  # Python 3.11
     if positions is None:
         return None

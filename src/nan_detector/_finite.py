@@ -63,29 +63,34 @@ def checkable(t: Tensor) -> bool:
         return readable(local_part(t))
 
 
-def is_finite(t: Tensor) -> bool:
+def is_finite(t: Tensor, summed: bool = False) -> bool:
     """Whether `t` holds no NaN, inf or -inf: exact, and one read to the host where all is well.
 
     True where it is not `checkable`.
+
+    Args:
+        t: Any tensor.
+        summed: Its sum is known not to be finite, and need not be asked for again.
     """
     with quiet():
         t = local_part(t)
         if type(t) in PLAIN:
-            return _is_finite(t)
+            return _is_finite(t, summed)
         try:
-            return _is_finite(t)
+            return _is_finite(t, summed)
         except (RuntimeError, TypeError):  # a tensor-like of another library that cannot sum: not for us to judge
             return True
 
 
-def _is_finite(t: Tensor) -> bool:
+def _is_finite(t: Tensor, summed: bool = False) -> bool:
     v = real_values(t)
     if v is None or v.numel() == 0:
         return True
-    # A sum misses no NaN or Inf, and is cheap; halves would overflow in it early.
-    total = v.sum(dtype=torch.float32) if v.dtype in HALF else v.sum()
-    if math.isfinite(total.item()):
-        return True
+    if not summed:
+        # A sum misses no NaN or Inf, and is cheap; halves would overflow in it early.
+        total = v.sum(dtype=torch.float32) if v.dtype in HALF else v.sum()
+        if math.isfinite(total.item()):
+            return True
     low, high = torch.aminmax(v)  # NaN wins in both
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
@@ -233,7 +238,9 @@ def _integers(t: Tensor) -> Tensor | None:
 def _mask(t: Tensor) -> Tensor:
     if not readable(t):
         return torch.zeros(size_of(t), dtype=torch.bool, device=t.device)
-    return ~torch.isfinite(computable(t))
+    v = computable(t)
+    # Of what is not finite the difference to itself is NaN: two operations, where `isfinite` makes four.
+    return (v - v) != 0 if v.is_floating_point() else ~torch.isfinite(v)
 
 
 def _stats(v: Tensor | None, of: Tensor, shape: tuple[int, ...]) -> TensorStats:
@@ -269,6 +276,8 @@ def _mean(totals: Sequence[float], scaled: Sequence[float], count: int) -> float
 
 def _summary(v: Tensor) -> list[float]:
     """Ten numbers of one piece, in the order that `_stats` unpacks; negatives without -inf."""
+    if v.numel() == 1:  # a loss: one read instead of a dozen operations
+        return _summary_of_one(float(v.item()))
     w = v.to(torch.float32 if v.device.type == "mps" else torch.float64)
     bad = [0.0, 0.0, 0.0]
     low, high = torch.stack(torch.aminmax(w)).tolist()
@@ -284,6 +293,14 @@ def _summary(v: Tensor) -> list[float]:
         least = w[w != 0].abs().amin().item() if nonzero else math.inf
     scaled = total * _SCALE if math.isfinite(total) else (w * _SCALE).sum().item()
     return [*bad, w.numel() - nonzero, negative, low, high, least, total, scaled]
+
+
+def _summary_of_one(value: float) -> list[float]:
+    if not math.isfinite(value):
+        bad = [float(math.isnan(value)), float(value == math.inf), float(value == -math.inf)]
+        return [*bad, 0, 0, math.inf, -math.inf, math.inf, 0.0, 0.0]
+    least = abs(value) or math.inf
+    return [0.0, 0.0, 0.0, value == 0, value < 0, value, value, least, value, value * _SCALE]
 
 
 def _pieces(v: Tensor) -> Iterator[Tensor]:

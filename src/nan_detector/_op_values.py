@@ -88,8 +88,11 @@ def finite_fast(t: Tensor) -> bool:
     if t.layout is not torch.strided or t.dtype not in _SUMMABLE:
         return _finite.is_finite(t)
     total = _sum(t, dtype=torch.float32) if t.dtype in _HALF else _sum(t)
-    value = total.item()
-    return math.isfinite(value) or _finite.is_finite(t)
+    if math.isfinite(total.item()):
+        return True
+    if t.numel() == 1:
+        return False  # it is the sum
+    return _finite.is_finite(t, summed=True)
 
 
 def is_dense(t: Tensor) -> bool:

@@ -303,7 +303,8 @@ def _is_user_file(filename: str) -> bool:
     if f"{os.sep}torchinductor_" in path:  # code that the compiler wrote
         return False
     libraries, standard = _plumbing_folders()
-    for candidate in (path, os.path.realpath(path)):
+    for resolve in (str, os.path.realpath):  # links are followed only of what is not known by its name
+        candidate = resolve(path)
         if candidate.startswith(_LIKE_A_USERS):
             return True
         if candidate.startswith(libraries):

@@ -49,7 +49,7 @@ class Tree:
 
     def beginning_on(self, line: int) -> list[ast.AST]:
         """The operations that begin on a line."""
-        out = []
+        out: list[ast.AST] = []
         for node in self._on(line):
             if isinstance(node, _OPERATIONS):
                 moved = _moved(node)
@@ -125,8 +125,10 @@ def same_place(a: ast.AST, b: ast.AST) -> bool:
 
 def _moved(node: ast.AST) -> Range | None:
     """The compiler moves the start of a method call to the method's name where that is on a later line."""
-    attr = node.func if isinstance(node, ast.Call) else None
-    if not isinstance(attr, ast.Attribute) or attr.end_lineno == attr.lineno:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return None
+    attr = node.func
+    if attr.end_lineno == attr.lineno:
         return None
     start = (attr.end_col_offset or 0) - len(attr.attr)
     return (attr.end_lineno or 0, node.end_lineno or 0, start, node.end_col_offset or 0)
@@ -189,12 +191,12 @@ def _last_line(code: types.CodeType) -> int:
     positions = getattr(code, "co_positions", None)  # Python 3.11
     if positions is None:
         return 0
-    last = 0
+    last, exact = 0, False
     for _, line, column, _ in positions():
-        if line is not None:
-            if column is None:  # -X no_debug_ranges
-                return 0
-            last = max(last, line)
+        last = max(last, line or 0)
+        exact = exact or column is not None  # -X no_debug_ranges: the first line of each statement is all there is
+    if not exact:
+        return 0
     return max([last, *(_last_line(c) for c in code.co_consts if isinstance(c, types.CodeType))])
 
 

@@ -145,6 +145,7 @@ TABLE = (
             "_run",
             "_run_step",
             "_samples",
+            "_recurrence",
             "_rollback",
             "_scaling",
             "_schedulers",

@@ -397,3 +397,94 @@ def test_a_bad_parameter_is_no_good_state() -> None:
             optimizer.step()
     assert [w.kind for w in det.warnings if w.kind == "snapshot"] == ["snapshot"]
     assert "unused.weight" in det.warnings[0].message
+
+
+# -- what comes again --------------------------------------------------------------------------------------------------
+
+LOADER = "a data loader goes on with its next batch, not with this one again"
+DRAWN = f"{LOADER}; batches that the loop draws at random come again, as the random streams went back"
+
+
+class Leaping(Training):
+    """A learning rate that leaps at step 6 by a scheduler, by hand, or not at all."""
+
+    def __init__(self, how: str, optimizer: str = "sgd") -> None:
+        super().__init__(optimizer)
+        self.how = how
+        self.used: list[float] = []
+        rates = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda i: 10.0 if i >= 6 else 1.0)
+        self.scheduler: Any = rates
+        if how == "uncopied":
+            rates.lock = _Uncopied()
+
+    def step(self, i: int, bad: bool = False) -> None:
+        if self.how == "by hand":
+            self.optimizer.param_groups[0]["lr"] = 0.5 if i >= 6 else 0.05
+        x, y = batch(i, bad)
+        self.optimizer.zero_grad()
+        F.cross_entropy(self.model(x), y).backward()
+        self.used.append(float(self.optimizer.param_groups[0]["lr"]))
+        self.optimizer.step()
+        if self.how in ("scheduler", "uncopied"):
+            self.scheduler.step()
+
+
+class _Uncopied:
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("cannot be copied")
+
+
+@pytest.mark.parametrize(
+    ("how", "bad", "kept", "said"),
+    [
+        (
+            "scheduler",
+            7,
+            4,
+            "the learning rate is 0.05 again, as before step 4, not 0.5; its scheduler went back as well, so it comes "
+            "to 0.5 again unless that is changed",
+        ),
+        (
+            "by hand",
+            7,
+            4,
+            "the learning rate is 0.05 again, as before step 4, not 0.5; no scheduler was seen, and a loop that sets "
+            "the rate by itself is not taken back",
+        ),
+        (
+            "uncopied",
+            7,
+            5,
+            "the learning rate is 0.05 again, as before step 5, not 0.5, until its scheduler steps, which could not be "
+            "taken back and goes on from where it was",
+        ),
+        ("scheduler", 10, 8, "the learning rate was the same then, 0.5"),
+        ("constant", 7, 4, "the learning rate was the same then, 0.05"),
+    ],
+)
+def test_the_event_says_which_learning_rate_comes_again(how: str, bad: int, kept: int, said: str) -> None:
+    run = Leaping(how)
+    with detector(run.model, on_nan="rollback", snapshot_every=4) as det:
+        for i in range(14):
+            run.step(i, bad=i == bad)
+    event = det.event
+    assert event is not None and event.weights == "restored"
+    back = f"parameters, buffers, optimizers, schedulers and random streams are those before step {kept}"
+    assert event.notes[-3:] == (back, said, DRAWN)
+    # ... and so it is: the scheduler leaps a second time; a loop that sets the rate itself does not go back.
+    rates = {"scheduler": [0.05, 0.5], "constant": [0.05, 0.05]}.get(how, [0.5, 0.5])
+    assert run.used[8:10] == (rates if bad == 7 else [0.5, 0.5])
+
+
+def test_the_second_return_does_not_repeat_draws_and_a_tensor_rate_is_read() -> None:
+    run = Leaping("scheduler", "tensor rate")
+    with detector(run.model, on_nan="rollback", snapshot_every=100) as det:
+        for i in range(10):
+            run.step(i, bad=i in (6, 8))
+    first, second = det.all_events
+    assert first.notes[-2:] == (
+        "the learning rate is 0.01 again, as before step 0, not 0.1; its scheduler went back as well, so it comes "
+        "to 0.1 again unless that is changed",
+        DRAWN,
+    )
+    assert second.notes[-1] == LOADER and "return number 2" in second.notes[-3]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nan_detector._recurrence import recurrence
 from nan_detector._rollback import GoodState, NotFinite, keep, put_back
 from nan_detector._run import Run
 from nan_detector._session import Session
@@ -105,19 +106,20 @@ class Keeper:
             self._told.add(message)
             self.run.warn("snapshot", f"step {self.run.step}: {message}")
 
-    def go_back(self, *, later: bool) -> str:
+    def go_back(self, *, later: bool) -> tuple[str, ...]:
         """Go back to the snapshot.
 
         Args:
             later: A step or closure is running: `settle` will be called when it is over.
 
         Returns:
-            What was done, for the event; "" where there is no snapshot.
+            What was done and what will come again, for the event; () where there is no snapshot.
         """
         if self.state is None:
-            return ""
+            return ()
         if not self.waiting:
             self._returns += 1
+        again = recurrence(self.state, list(self._holders), same_draws=self._returns == 1)
         self.waiting = True
         if not later:
             self.settle()
@@ -127,7 +129,7 @@ class Keeper:
                 f"; it is return number {self._returns} to that state, so the random streams were left where they are: "
                 "the same draws could lead to the same place"
             )
-        return said
+        return (said, *again)
 
     def settle(self) -> None:
         """Do what `go_back` left for later, unless a backward is still running."""

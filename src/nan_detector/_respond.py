@@ -193,9 +193,9 @@ class Responder:
         self.run.book.final(event)
 
     def _went_back(self, event: NaNEvent, *, later: bool) -> NaNEvent:
-        said = self.keeper.go_back(later=later) if self.keeper is not None else ""
+        said = self.keeper.go_back(later=later) if self.keeper is not None else ()
         if said:
-            return replace(event, weights="restored", bad_buffers=(), notes=(*event.notes, said))
+            return replace(event, weights="restored", bad_buffers=(), notes=(*event.notes, *said))
         note = "there was no good state to go back to yet: the step was dropped, as with 'skip'"
         return replace(event, notes=(*event.notes, note))
 

@@ -246,6 +246,11 @@ def _own_state(optimizer: Any) -> Iterator[tuple[str, Any]]:
                 yield name, value
 
 
+def copied_value(value: Any) -> Any:
+    """A piece of optimizer state as it is kept: of a tensor, the copy itself."""
+    return value.value if isinstance(value, _Copy) else value
+
+
 def _copies(state: GoodState) -> Iterator[tuple[int, Tensor]]:
     """Every copy, with the identity of what it is a copy of where that is known."""
     for kept in state.tensors:

@@ -358,6 +358,16 @@ def test_a_verdict_says_what_it_is_worth(found: float, read: float | None, apart
     assert Target("W2", 1, "step", 1.02, found, read, 0.01, apart).verdict == verdict
 
 
+def test_a_busy_machine_is_told() -> None:
+    busy = replace(CELL, processor=0.45)
+    said = "This machine was busy with other things: at worst this process had a processor for 45% of the time."
+    assert said in markdown(replace(REPORT, cells=(CELL, busy)))
+    for other in (replace(REPORT, cells=(CELL, replace(busy, threads=2))), REPORT):
+        assert "busy" not in markdown(other)
+    on_a_gpu = replace(REPORT, cells=(busy,), machine={**MACHINE, "device": "NVIDIA X"})
+    assert "busy" not in markdown(on_a_gpu)
+
+
 def test_growth_that_is_seen_is_not_called_flat() -> None:
     (flat,) = trend_lines([TREND])
     (grows,) = trend_lines([replace(TREND, share=Slope(0.01, 0.005, 0.015, 1.0, 10))])
@@ -404,7 +414,7 @@ def test_the_machine_is_named() -> None:
 # -- the commands -----------------------------------------------------------------------------------------------------
 
 
-TINY = measure.Plan(("W1",), cell_s=0.0, growth_s=0.0, least=1, memory=False, answers=("step",), repeats=1)
+TINY = measure.Plan(("W1",), cell_s=0.0, growth_s=0.0, least=1, memory_s=0.0, answers=("step",), repeats=1)
 
 
 def test_the_command_measures_and_shows(
@@ -425,6 +435,7 @@ def test_the_command_measures_and_shows(
     assert {v.name for v in VARIANTS} == set(by_name) | set(told["missing"])
     assert by_name[READ]["above_read"] is None and by_name[STEP]["above_read"] > -0.5
     assert [t["level"] for t in told["targets"]] == ["step", "layers"] and "Targets" in out
+    assert 0.0 < cell["processor"] <= 1.0
     assert told["unfinished"] == [] and 0.0 < cell["seconds"] <= told["seconds"]
 
 

@@ -6,6 +6,8 @@ import gc
 import os
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,7 +19,11 @@ from torch.utils.weak import WeakIdRef
 
 from _steps import Tensor, batches, loss_of
 from nan_detector import NaNDetector
-from nan_detector._bench.memory import living_bytes
+from nan_detector._bench.memory import living_bytes, memory_of
+from nan_detector._bench.results import BARE
+from nan_detector._bench.timing import Step
+from nan_detector._bench.variants import variant
+from nan_detector._bench.workloads import Task
 from nan_detector._session import session
 
 
@@ -44,8 +50,18 @@ def _resident() -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/statm")
-@pytest.mark.parametrize("watch", ["step", "layers"])
-@pytest.mark.parametrize("steps", [1500, pytest.param(200_000, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize(
+    ("watch", "steps"),
+    [
+        ("step", 1500),
+        ("layers", 1500),
+        ("ops", 150),
+        # Four minutes each.
+        pytest.param("step", 200_000, marks=pytest.mark.campaign),
+        pytest.param("layers", 200_000, marks=pytest.mark.campaign),
+        pytest.param("ops", 20_000, marks=pytest.mark.campaign),
+    ],
+)
 def test_memory_is_flat(watch: str, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Objects, storages and what the system has given, over steps with everything that is always on."""
     monkeypatch.setattr("nan_detector._engine.OVERHEAD_STEPS", 50)  # a ring that must be full before we count
@@ -67,7 +83,7 @@ def test_memory_is_flat(watch: str, steps: int, monkeypatch: pytest.MonkeyPatch)
                         model(x)
                     det.cost()
 
-        train(300)  # the rings are full, and every slice has been looked at
+        train(min(300, steps))  # the rings are full, and every slice has been looked at
         objects, storages, resident, cost = _objects(), living_bytes(), _resident(), det.cost()
         train(steps)
         assert len(session().tape.entries) < 20  # first: what is asked of all living tensors is on the tape as well
@@ -248,6 +264,86 @@ def test_a_head_with_large_logits_needs_no_more_memory_at_its_peak() -> None:
     bare, ours = _peak(False), _peak(True)
     assert bare > 2 * logits  # the census sees the logits
     assert ours - bare < 0.05 * logits, (bare, ours)
+
+
+HOLD = 1 << 18
+BOUND = HOLD + (2 << 20)  # what is promised, beside the inputs of the steps that are kept
+
+
+class LetsGo(nn.Module):
+    """Its intermediates are needed by nobody once the next one is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 256), nn.Linear(256, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for _ in range(4):
+            h = h + 1.0
+        return self.last(h)
+
+
+class Keeps(nn.Module):
+    """Autograd keeps its intermediates until the backward, and no longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class Heavy(nn.Module):
+    """More parameters than anything else: at the peak an optimizer works on them, and no gradient is left over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 512), nn.Linear(512, 10)
+        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        for layer in self.layers:
+            h = h + torch.relu(layer(h))
+        return self.last(h)
+
+
+class NewBatches(Task):
+    """Each step has a batch of its own, which the program lets go of."""
+
+    def step(self) -> float:
+        self.x = self.x.clone()
+        return super().step()
+
+
+def training(kind: type[nn.Module], foreach: bool) -> Task:
+    torch.manual_seed(0)
+    rows = 32 if kind is Heavy else 4096
+    task = NewBatches(kind(), torch.randn(rows, 8), torch.randint(0, 10, (rows,)))
+    task.optimizer = torch.optim.Adam(task.model.parameters(), lr=1e-4, foreach=foreach)
+    return task
+
+
+@pytest.mark.parametrize(("kind", "foreach"), [(LetsGo, False), (Keeps, True), (Heavy, False), (Heavy, True)])
+def test_the_peak_is_not_above_the_bare_one_by_more_than_is_promised(kind: type[nn.Module], foreach: bool) -> None:
+    """In bytes that the allocator gave out, at each level."""
+    bare = memory_of(variant(BARE).watch, training(kind, foreach))
+    inputs = training(kind, foreach).x.nbytes
+    large = 5 * 512 * 512 * 4 if kind is Heavy else 4096 * 256 * 4
+    assert large > inputs + 1.5 * BOUND, "one intermediate, or all gradients, that is kept would be seen"
+    for level in ("step", "layers", "ops"):
+
+        @contextmanager
+        def watched(task: Task, level: str = level) -> Iterator[Step]:
+            with NaNDetector(task.model, watch=level, verbose=False, max_hold_bytes=HOLD) as det:
+                yield task.step
+            assert det.event is None
+
+        ours = memory_of(watched, training(kind, foreach))
+        assert ours.peak - bare.peak < inputs + BOUND, level
+        assert ours.steady - bare.steady < inputs + BOUND, level
 
 
 def test_large_tensors_from_outside_are_not_kept_and_the_event_says_so() -> None:

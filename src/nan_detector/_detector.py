@@ -79,7 +79,8 @@ class NaNDetector:
         capsule_bytes: Bytes of tensors in one capsule; of weights that do not fit there are statistics.
         history: Rows of the flight recorder.
         history_bytes: Bytes of device memory that these rows may take: with many layers there are fewer of them.
-        max_hold_bytes: Bytes of tensors from outside the step that are kept beyond the batch.
+        max_hold_bytes: Bytes of tensors from outside the step that are kept beyond the batch; at "ops" together with
+            the inputs of operations that are kept until the step has ended.
         replay_budget_s: Seconds a replay may take.
         on_event: Called with each final `NaNEvent`.
         on_warning: Called with each `WarningRecord`.

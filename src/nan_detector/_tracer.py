@@ -14,13 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nan_detector import _finite
 from nan_detector._bad_results import bad_result
 from nan_detector._call_site import Called
 from nan_detector._errors import ReplayRefused
-from nan_detector._lineage import EMPTY, RANK, Gen, Line, Lineage, OpRecord, key_of
+from nan_detector._lineage import EMPTY, RANK, Gen, Line, Lineage, OpRecord, key_of, memory_of
 from nan_detector._op_values import (
     finite_fast,
     finite_number,
@@ -42,6 +43,8 @@ Tensor = torch.Tensor
 MAX_DESCRIBED = 40
 #: Inputs of forward operations kept for the description of a bad derivative, in bytes.
 KEEP_INPUT_BYTES = 64 * 2**20
+#: Largest tensor, in elements, that is copied before an operation overwrites it.
+MAX_COPIED = 1 << 20
 
 #: Nodes that one operation can have: one for each nested transform, and for each view of what it wrote.
 MAX_LEVELS = 16
@@ -104,6 +107,8 @@ class OpTracer(TorchDispatchMode):
         self.protected: Callable[[int], bool] = lambda key: False
         self.on_birth: Callable[[Gen], None] | None = None
         self.observer: Callable[..., None] | None = None  # shown each operation that gave finite values
+        # Of a live trace: bytes that may be kept beside what the program itself keeps.
+        self.room: Callable[[], int] | None = None
         self.evidence: Any = None  # keeps what shows the guilty operation alone, where a capsule is wanted
         self.last_scalar: Line = EMPTY
         self.on_scalar: Callable[[Line], None] | None = None
@@ -153,7 +158,7 @@ class OpTracer(TorchDispatchMode):
         bad_before: dict[int, Line] = {}
         if info.mutates:
             self._journal_writes(info, args, kwargs)
-            before = [t.detach().clone() if t.numel() <= 1 << 20 else t for t in ins]
+            before = self._before(info, args, kwargs, ins)
             bad_before = self._bad_inputs(info, ins)
             if info.overwrites:
                 bad_before.pop(0, None)
@@ -258,11 +263,26 @@ class OpTracer(TorchDispatchMode):
         self._number(record, tracked)
         self._wrote = None
 
+    def _before(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], ins: list[Tensor]) -> list[Tensor]:
+        """The inputs as they are, also when the operation has written; those that are too large for it themselves."""
+        written = {key_of(t) for t in written_by(info, args, kwargs)}
+        room = math.inf if self.room is None else self.room() - self._input_bytes
+        before = []
+        for t in ins:
+            size = t.numel() * t.element_size()
+            if t.numel() <= MAX_COPIED and size <= room and key_of(t) in written:
+                room -= size
+                t = t.detach().clone()
+            before.append(t)
+        return before
+
     def _keep(self, ins: list[Tensor]) -> list[Any]:
         kept: list[Any] = []
+        # The rest of the room is for what is about to be overwritten.
+        most = KEEP_INPUT_BYTES if self.room is None else self.room() * 3 // 4
         for t in ins:
             size = t.numel() * t.element_size() if t.layout is torch.strided else 0
-            if self._input_bytes + size <= KEEP_INPUT_BYTES:
+            if self._input_bytes + size <= most:
                 self._input_bytes += size
                 kept.append(t)
             else:
@@ -304,7 +324,9 @@ class OpTracer(TorchDispatchMode):
             key = key_of(t)
             if key in self._made or key in self._checked:
                 continue
-            self._checked[key] = t  # held: the address must not be given out again while the trace runs
+            # The address must not be given out again while the trace runs; the memory itself may be freed.
+            memory = memory_of(t)
+            self._checked[key] = t if memory is None else StorageWeakRef(memory)
             if not finite_fast(t):
                 found[position] = self._source(info, t)
         return found

@@ -126,7 +126,12 @@ class OpWatch(StepWatch):
     def _tracer(self) -> OpTracer:
         tracer = OpTracer(outside=self._name)
         tracer.on_birth = self._note_step
+        tracer.room = self._room
         return tracer
+
+    def _room(self) -> int:
+        """Bytes that may be kept: what the tape keeps of outside counts as well."""
+        return max(0, self.run.config.max_hold_bytes - session().tape.held_bytes)
 
     def _note_step(self, gen: Gen) -> None:
         """Until the next step begins, what happens belongs to the step that the last gate judged."""

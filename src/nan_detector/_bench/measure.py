@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from nan_detector._bench import growth
-from nan_detector._bench.answer import answer_of
+from nan_detector._bench.answer import Answer, answer_of
 from nan_detector._bench.figures import Spread, excess, ratios, spread
 from nan_detector._bench.memory import memory_of
 from nan_detector._bench.results import BARE, BARE_AGAIN, READ, Cell, Report, Row, Trend
@@ -36,9 +36,10 @@ class Plan:
         growth_sizes: Sizes of the axes, in their order; None for their own.
         rounds: Most rounds of a cell.
         least: Fewest rounds.
-        memory: Whether the memory of all variants is measured, or of the bare run and of ours alone.
-        answers: Watch levels whose time to the answer is measured.
-        repeats: How often each of these is.
+        memory_s: Seconds after which no further variant's memory is measured; the bare run's and ours are at any rate.
+        answers: Watch levels whose time to the answer is measured, the one that matters most first.
+        answer_s: Seconds after which no further level's is.
+        repeats: How often each of these is at most.
         device: Where.
     """
 
@@ -49,15 +50,16 @@ class Plan:
     growth_sizes: tuple[tuple[float, ...], ...] | None = None
     rounds: int = 60
     least: int = 3
-    memory: bool = True
+    memory_s: float = 5.0
     answers: tuple[str, ...] = ("step", "layers", "ops")
+    answer_s: float = 8.0
     repeats: int = 3
     device: str = "cpu"
 
 
 FULL = Plan(("W1", "W2", "W3-25", "W3-50", "W3-100", "W3-200", "W4", "W5"), threads=(1, 2), cell_s=14.0, growth_s=12.0)
 #: What a table of ratios needs.
-BRIEF = replace(FULL, threads=(1,), cell_s=8.0, growth_s=0.0, least=2, memory=False, answers=("step",), repeats=1)
+BRIEF = replace(FULL, threads=(1,), cell_s=8.0, growth_s=0.0, least=2, memory_s=0.0, answers=("step",), repeats=1)
 #: The levels that one leaves on.
 _ALWAYS_ON = (STEP, LAYERS)
 #: Under a minute.
@@ -67,7 +69,7 @@ QUICK = Plan(
     growth_s=2.0,
     growth_sizes=((10, 25, 50), (1e6, 2e6, 4e6), (16, 64, 256)),
     least=2,
-    memory=False,
+    memory_s=0.0,
     answers=("step",),
     repeats=1,
 )
@@ -124,15 +126,15 @@ def _trend(axis: growth.Axis, sizes: Sequence[float], plan: Plan) -> Trend:
 
 
 def _cell(workload: Workload, variants: Sequence[Variant], plan: Plan, count: int) -> Cell:
-    began = time.perf_counter()
+    began, ran = time.perf_counter(), time.process_time()
     with threads(count):
-        rows = _rows(_timed(workload, variants, plan, count), variants)
+        blocks = _timed(workload, variants, plan, count)
+        processor = (time.process_time() - ran) / (time.perf_counter() - began)
+        rows = _rows(blocks, variants)
         if count == plan.threads[0]:  # neither depends on it
-            rows = [
-                _with_answer(_with_memory(row, v, workload, plan), v, rows[0], workload, plan)
-                for row, v in zip(rows, variants, strict=True)
-            ]
-    return Cell(workload.name, workload.title, count, tuple(rows), workload.limits, time.perf_counter() - began)
+            rows = _with_answers(_with_memory(rows, variants, workload, plan), workload, plan)
+    seconds = time.perf_counter() - began
+    return Cell(workload.name, workload.title, count, tuple(rows), workload.limits, seconds, min(1.0, processor))
 
 
 def _timed(workload: Workload, variants: Sequence[Variant], plan: Plan, count: int) -> Blocks:
@@ -173,20 +175,33 @@ def _rows(blocks: Blocks, variants: Sequence[Variant]) -> list[Row]:
     ]
 
 
-def _with_memory(row: Row, variant: Variant, workload: Workload, plan: Plan) -> Row:
-    if not plan.memory and variant.name not in (BARE, *_ALWAYS_ON):
-        return row
-    # A task of its own for each: what a variant leaves behind must not be counted for the next one.
-    found = memory_of(variant.watch, made(workload, plan.device), warm=1 if variant.slow else 4)
-    return replace(row, peak_bytes=found.peak, steady_bytes=found.steady)
+def _with_memory(rows: Sequence[Row], variants: Sequence[Variant], workload: Workload, plan: Plan) -> list[Row]:
+    deadline = time.perf_counter() + plan.memory_s
+    found = []
+    for row, v in zip(rows, variants, strict=True):
+        if v.name in (BARE, *_ALWAYS_ON) or (v.name != BARE_AGAIN and time.perf_counter() < deadline):
+            # A task of its own for each: what a variant leaves behind must not be counted for the next one.
+            memory = memory_of(v.watch, made(workload, plan.device), warm=1 if v.slow else 4)
+            row = replace(row, peak_bytes=memory.peak, steady_bytes=memory.steady)
+        found.append(row)
+    return found
 
 
-def _with_answer(row: Row, variant: Variant, bare: Row, workload: Workload, plan: Plan) -> Row:
-    if variant.level is None or variant.level not in plan.answers:
-        return row
-    found = answer_of(variant.level, lambda: made(workload, plan.device), plan.repeats)
-    unit = bare.step_ms.median / 1e3
-    return replace(row, answer_steps=found.located_s / unit, trials_steps=found.trials_s / unit)
+def _with_answers(rows: Sequence[Row], workload: Workload, plan: Plan) -> list[Row]:
+    unit = rows[0].step_ms.median / 1e3
+    deadline = time.perf_counter() + plan.answer_s
+    found: dict[str, Answer] = {}
+    for level in plan.answers:
+        left = deadline - time.perf_counter()
+        if not found or left > 0.0:
+            share = left / (len(plan.answers) - len(found))
+            found[level] = answer_of(level, lambda: made(workload, plan.device), plan.repeats, share)
+    return [
+        row
+        if (answer := found.get(row.level or "")) is None
+        else replace(row, answer_steps=answer.located_s / unit, trials_steps=answer.trials_s / unit)
+        for row in rows
+    ]
 
 
 def _milliseconds(seconds: Sequence[float | None]) -> Spread:

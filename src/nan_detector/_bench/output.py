@@ -116,6 +116,6 @@ def show(report: Report, console: Console) -> None:
         console.print(Text(f"Not measured: {name} ({why})."))
     if report.unfinished:
         console.print(Text(unfinished_line(report)))
-    for text in reading_lines():
+    for text in reading_lines(report):
         console.print(Text(text))
     console.print(Text(machine_line(report)))

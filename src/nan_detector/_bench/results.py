@@ -60,6 +60,7 @@ class Cell:
         rows: The variants, bare first.
         limits: The largest ratios that are to hold, by watch level.
         seconds: How long it took to measure.
+        processor: For what part of the time of measuring steps this process had a processor: below 1, others had it.
     """
 
     workload: str
@@ -68,6 +69,7 @@ class Cell:
     rows: tuple[Row, ...]
     limits: dict[str, float]
     seconds: float = 0.0
+    processor: float = 1.0
 
     def row(self, variant: str) -> Row | None:
         """The row of a variant."""

@@ -13,6 +13,9 @@ HEAD = (
 #: Of the targets.
 TARGETS_HEAD = ("workload", "watch", "to hold", "found", "one read", "above one read", "bare runs apart", "verdict")
 
+#: A process that computes on one thread of an idle machine has a processor for all of the time but a little.
+_IDLE = 0.9
+
 
 def markdown(report: Report) -> str:
     """The whole report."""
@@ -27,7 +30,7 @@ def markdown(report: Report) -> str:
         parts += [f"Not measured: {', '.join(f'{n} ({why})' for n, why in report.missing.items())}.", ""]
     if report.unfinished:
         parts += [unfinished_line(report), ""]
-    parts += [*reading_lines(), ""]
+    parts += [*reading_lines(report), ""]
     return "\n".join(parts)
 
 
@@ -101,15 +104,24 @@ def trend_lines(trends: Sequence[Trend]) -> list[str]:
     return lines
 
 
-def reading_lines() -> list[str]:
-    """How to read it."""
-    return [
+def reading_lines(report: Report) -> list[str]:
+    """How to read it, and what it is worth."""
+    lines = [
         "Ratios are medians over rounds of a block's mean step, each over the bare block of the same round. Less A/A: "
         "without what the second bare run was off by. One read: every gradient is read once, and nothing is done with "
         "it; no check that looks at all gradients costs less, on this machine. Above one read: by how much of a bare "
         "step a variant's step is longer than that, in the same round. Answer: from the bad `optimizer.step()` to the "
         "located event on the disk, in bare steps; trials: from there to the final event.",
     ]
+    # With more threads the time of a processor is more than that of the clock.
+    had = min((c.processor for c in report.cells if c.threads == 1 and report.machine["device"] == "cpu"), default=1.0)
+    if had < _IDLE:
+        lines += [
+            "",
+            f"This machine was busy with other things: at worst this process had a processor for {had:.0%} of the "
+            "time. Measure again on an idle one before believing small differences.",
+        ]
+    return lines
 
 
 def machine_line(report: Report) -> str:

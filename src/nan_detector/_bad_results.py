@@ -70,9 +70,12 @@ def bad_result(
     scalars = [v for v in numbers_in((args, kwargs)) if not finite_number(v)]
     literal = literal_values(info, args, kwargs, scalars)
     out = bad[0]
-    if not line and scalars and not info.literal:
-        line = tracer.last_scalar or _constant(tracer, record, scalars)
     fresh: list[Gen] = []
+    if not line and scalars and not info.literal:
+        if not tracer.last_scalar and _made_nan_of_infinity(info, scalars, values, out):
+            fresh.append(_birth(tracer, record, BirthKind.INTENDED_MET, False, info, shown, out, out.isnan()))
+        else:
+            line = tracer.last_scalar or _constant(tracer, record, scalars)
     if info.literal and literal is not None and math.isnan(literal) and not line:
         line = tracer.last_scalar  # a tensor made of a number that was read from another
     if info.literal and literal is not None and not line:
@@ -80,9 +83,9 @@ def bad_result(
         fresh.append(_birth(tracer, record, BirthKind.CONSTANT, not math.isnan(literal), info, shown, out, None))
     elif info.literal and literal is not None and not (math.isnan(literal) and line <= tracer.last_scalar):
         line |= {_birth(tracer, record, BirthKind.CONSTANT, not math.isnan(literal), info, shown, out, None)}
-    elif not line:
+    elif not line and not fresh:
         fresh.append(_birth(tracer, record, BirthKind.OPERATION, False, info, shown, out, None))
-    elif all(g.intended for g in line):
+    elif line and all(g.intended for g in line):
         met = _intended_met(tracer, info, record, line, carried, values, out)
         if met is not None:
             fresh.append(met)
@@ -203,6 +206,12 @@ def _opaque_inputs(tracer: OpTracer, info: OpInfo, ins: list[Tensor]) -> dict[in
             tracer.lineage.mark(t, line)
             found[i] = line
     return found
+
+
+def _made_nan_of_infinity(info: OpInfo, scalars: list[Any], values: list[Tensor], out: Tensor) -> bool:
+    """True where a product with an infinity that the code names made NaN: 0 times infinity, and no bad number."""
+    infinite = all(isinstance(v, float) and math.isinf(v) for v in scalars)
+    return infinite and info.op == "mul" and not any(has_nan(v) for v in values) and has_nan(out)
 
 
 def _constant(tracer: OpTracer, record: OpRecord, scalars: list[Any]) -> Line:

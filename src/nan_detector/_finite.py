@@ -260,7 +260,8 @@ def _stats(v: Tensor | None, of: Tensor, shape: tuple[int, ...]) -> TensorStats:
         nan_count=int(sum(nan)),
         posinf_count=int(sum(posinf)),
         neginf_count=int(sum(neginf)),
-        zero_count=int(sum(zero)),
+        # A complex number is 0 where both its parts are; everything else is counted in parts.
+        zero_count=int((v == 0).all(-1).sum() if of.is_complex() else sum(zero)),
         negative_count=int(sum(negative) + sum(neginf)),
     )
 

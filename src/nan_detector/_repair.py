@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from nan_detector import _finite
 from nan_detector._call_site import CallSite
 from nan_detector._calls import CallKind, kind_of
 from nan_detector._change import Change
 from nan_detector._lineage import OpRecord
+from nan_detector._quiet import quiet
 from nan_detector._remedies.call import Call, Unfit, Words, name_of, writes_in_place
 from nan_detector._remedies.registry import Remedy
 from nan_detector._remedies.span import widened
@@ -24,6 +26,9 @@ from nan_detector._trace import Birth
 from nan_detector._tracer import OpTracer
 
 Tensor = torch.Tensor
+
+#: So many calls at the place have no such form: the rest will not have one either.
+MOST_PASSED_BY = 16
 
 
 def site_of(tracer: OpTracer, birth: Birth) -> CallSite | None:
@@ -61,18 +66,29 @@ class Repair(Change):
         remedy: How.
         context: The user's line and those after it.
         whole_function: The same function called elsewhere in the same function of the source is repaired as well.
+        in_slope: The slope of the call is bad, not its value.
     """
 
-    def __init__(self, site: CallSite, remedy: Remedy, context: str = "", *, whole_function: bool = False) -> None:
+    def __init__(
+        self,
+        site: CallSite,
+        remedy: Remedy,
+        context: str = "",
+        *,
+        whole_function: bool = False,
+        in_slope: bool = False,
+    ) -> None:
         super().__init__()
         self.site = site
         self.remedy = remedy
         self.context = context
         self.whole_function = whole_function
+        self.in_slope = in_slope
         self.words: Words | None = None  # of the first repaired call
         self.first: Call | None = None
         self.lines: set[int] = set()  # where calls were repaired
         self.unfit = False
+        self._passed_by = 0
         self._promotes = False  # 16-bit tensors that meet what was computed in float32 are widened
         self._made: dict[int, tuple[weakref.ref[Tensor], Call]] = {}
         self._step: Step | None = None
@@ -82,21 +98,32 @@ class Repair(Change):
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         kind = kind_of(func)
+        unfit: Unfit | None = None
         if not self.unfit and self._meets(func):
             try:
                 return self._repaired(func, args, kwargs)
-            except Unfit:
-                # Where nothing was repaired yet the remedy is the wrong one. Later, another call may be one that is
-                # sound, such as the next round of a loop.
-                if not self.lines:
-                    self.unfit = True
-                    raise
+            except Unfit as error:
+                unfit = error
         if self._promotes and kind not in (CallKind.IGNORE, CallKind.BACKWARD, CallKind.STATE):
             return _promoted(func, args, kwargs)
         out = func(*args, **kwargs)
+        if unfit is not None and not self.lines:
+            # Where the guilty call does not fit, the remedy is the wrong one. Another call at the place may be one that
+            # is sound: a round of a loop, the square before the root.
+            self._passed_by += 1
+            if self._passed_by >= MOST_PASSED_BY or not self._may_be_sound(out):
+                self.unfit = True
+                raise unfit
         if isinstance(out, Tensor) and self.remedy.needs and name_of(func) in self.remedy.needs:
             self._made[id(out)] = weakref.ref(out), self._call(func, args, kwargs)
         return out
+
+    def _may_be_sound(self, out: Any) -> bool:
+        """True for a result without a bad value; where the slope is to blame, of any."""
+        if self.in_slope:
+            return True
+        with quiet():
+            return all(_finite.is_finite(t) for t in tensors_in(out) if _finite.checkable(t))
 
     def _meets(self, func: Callable[..., Any]) -> bool:
         tracer = self._step.tracer if self._step is not None else None

@@ -112,10 +112,11 @@ def _repairs(site: CallSite, birth: Birth, cause: Cause) -> Iterator[Repair]:
     names = frozenset((name_of(site.func) if site.func is not None else base_op(birth.derivative_of or birth.op),))
     remedies = [r for r in remedies_for(cause.code, names) if r.names or site.func is not None]
     context = _context(site)
+    in_slope = birth.phase == "backward"
     fitting: list[Remedy] = []
     tried = 0
     for remedy in remedies:
-        repair = Repair(site, remedy, context)
+        repair = Repair(site, remedy, context, in_slope=in_slope)
         tried += 1
         if tried > MAX_TRIES:
             return
@@ -126,7 +127,7 @@ def _repairs(site: CallSite, birth: Birth, cause: Cause) -> Iterator[Repair]:
         tried += 1
         if tried > MAX_TRIES:
             return
-        yield Repair(site, remedy, context, whole_function=True)
+        yield Repair(site, remedy, context, whole_function=True, in_slope=in_slope)
 
 
 def _context(site: CallSite) -> str:

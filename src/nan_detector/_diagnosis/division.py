@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from nan_detector._causes import cause
+from nan_detector._diagnosis import empties
 from nan_detector._diagnosis.dtypes import is_half, limits, rounds_to_zero, safe_eps
 from nan_detector._diagnosis.facts import (
     Rule,
@@ -14,7 +15,6 @@ from nan_detector._diagnosis.facts import (
     mentions,
     op_of,
     operand,
-    operands,
     scalar,
     source_text,
     user_written,
@@ -32,18 +32,7 @@ _DEFAULT_EPS = {"normalize": 1e-12, "cosine_similarity": 1e-8, "cosine_embedding
 _EPS_IN_SOURCE = re.compile(
     r"(?:\+|min\s*=|eps\w*\s*=|clamp\w*\s*\(|max\w*\s*\([^()]*,)\s*(\d+(?:\.\d*)?[eE]-\d+|0?\.0+\d+)"
 )
-_REDUCTIONS = ("mean", "std", "var", "std_mean", "var_mean", "nanmean", "median", "nanmedian")
-_LABEL_LOSSES = (
-    "nll_loss",
-    "nll_loss_forward",
-    "nll_loss2d",
-    "nll_loss2d_forward",
-    "nll_loss_nd",
-    "cross_entropy",
-    "cross_entropy_loss",
-)
 _NORM_LAYERS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "native_batch_norm_legit")
-_SPREADS = ("std", "var", "std_mean", "var_mean")
 
 
 def zero_denominator(birth: Birth) -> bool:
@@ -205,6 +194,10 @@ def _zeros(birth: Birth, op: str) -> str:
 def _division_fix(birth: Birth, op: str) -> str:
     stats = operand(birth, _DENOMINATOR[op])
     eps = safe_eps(stats.dtype if stats is not None else "")
+    if in_optimizer_step(birth):
+        if stats is None:
+            return "betas below 1 from the first step on: at 1 the bias correction, 1 - beta ** step, is 0"
+        return "an eps above 0 in the optimizer (its default, 1e-8 or so)"
     if op == "rsqrt":
         return f"torch.rsqrt(x + {eps})"
     if birth.module_type == "_SpectralNorm":
@@ -235,61 +228,5 @@ def _is_count(birth: Birth, stats: TensorStats | None) -> bool:
     return "int" in stats.dtype or (counted and (least is None or (least >= 1 and least == int(least))))
 
 
-def reduction_of_empty(birth: Birth, trace: Trace) -> Cause | None:
-    """A mean of no elements, or a loss over labels that are all ignored."""
-    op = op_of(birth)
-    if not user_written(birth) or not birth.inputs:
-        return None
-    first = birth.inputs[0].whole
-    if first.numel == 0:
-        return cause(
-            "reduction_of_empty",
-            f"{birth.call or op} got a tensor of shape {tuple(first.shape)}: no elements.",
-            fix="x.sum() / max(x.numel(), 1), or skip the term when nothing was selected",
-        )
-    if op in _LABEL_LOSSES and made_nan(birth) and not any(s.bad_count for s in operands(birth)):
-        labels = whole_operand(birth, 1)
-        if labels is not None and labels.min is not None and labels.min == labels.max:
-            said = f"All {labels.numel} labels are {labels.min:g}"
-            said += f", the ignore_index {argument(birth, 'ignore_index', '4') or -100}." if labels.min < 0 else "."
-        else:
-            said = "The labels that count have a total weight of 0: all are ignored, or their class weights are 0."
-        return cause(
-            "reduction_of_empty",
-            said,
-            fix="F.cross_entropy(..., reduction='sum') / (labels != ignore_index).sum().clamp_min(1)",
-        )
-    return None
-
-
-def std_of_one(birth: Birth, trace: Trace) -> Cause | None:
-    """An unbiased standard deviation or variance over one element."""
-    op = op_of(birth)
-    if not user_written(birth, *_SPREADS) or not birth.inputs:
-        return None
-    stats, out = birth.inputs[0].whole, birth.output
-    if out is None or not out.numel or stats.numel == 0 or any(s.bad_count for s in operands(birth)):
-        return None
-    elements = stats.numel // out.numel
-    correction = _correction(birth)
-    if elements > correction:
-        return None
-    return cause(
-        "std_of_one",
-        f"{op} runs over {elements} element{'s' if elements > 1 else ''} of a tensor of shape {tuple(stats.shape)}, "
-        f"and divides by {elements} - {correction:g} = {elements - correction:g}.",
-        fix=f"torch.{op}(x, dim, correction=0)",
-    )
-
-
-def _correction(birth: Birth) -> float:
-    if argument(birth, "unbiased") == "False":
-        return 0.0
-    given = scalar(birth, "correction")
-    return 1.0 if given is None else given
-
-
 #: In order of specificity. What an epsilon should have caught comes before the plain zero.
-RULES: tuple[Rule, ...] = (
-    *(reduction_of_empty, std_of_one, eps_underflow, underflow_to_zero, spread_of_zero, division_by_zero),
-)
+RULES: tuple[Rule, ...] = (*(*empties.RULES, eps_underflow, underflow_to_zero, spread_of_zero, division_by_zero),)

@@ -55,6 +55,8 @@ _DOMAINS = {
 }
 _POLES = {"lgamma": 0, "digamma": 0, "polygamma": 0, "multigammaln": 0}
 _PERIODIC = ("sin", "cos", "tan")
+#: So many values are hardly all negative by chance.
+_FEW = 4
 
 
 def log_of_negative(birth: Birth, trace: Trace) -> Cause | None:
@@ -153,6 +155,13 @@ def sqrt_of_negative(birth: Birth, trace: Trace) -> Cause | None:
     least = "-inf" if stats.neginf_count or stats.min is None else number(stats.min)
     evidence = f"{_how_many(birth, whole, whole.negative_count + whole.neginf_count)} below 0 (least {least})."
     op = op_of(birth)
+    if in_optimizer_step(birth) and not mentions(birth, r"rmsprop"):
+        why = (
+            "The optimizer takes the root of a running mean of squares, and none of its steps makes one negative: it "
+            "came so from a checkpoint, a narrower format, or code that writes to the state."
+        )
+        fix = "give the optimizer a fresh state, or state[key].clamp_(min=0) after loading it"
+        return cause("sqrt_of_negative", evidence, why, fix=fix)
     if in_optimizer_step(birth):
         why = (
             "Inside the optimizer it is E[g²] - E[g]², which cancels when a gradient hardly changes; eps is added "
@@ -162,6 +171,10 @@ def sqrt_of_negative(birth: Birth, trace: Trace) -> Cause | None:
     if birth.phase == "optimizer":
         why = "E[g²] - E[g]² of running means falls below 0 by rounding, or where the two forget at different rates."
         return cause("sqrt_of_negative", evidence, why, fix=f"x.clamp_min(0).{op}() in the optimizer's step")
+    if whole.numel >= _FEW and whole.negative_count == whole.numel:
+        why = "All of them are, which rounding does not do: nothing keeps what comes before positive."
+        fix = f"torch.{op}(F.softplus(x) + {safe_eps(stats.dtype)}) where x is what a layer gives"
+        return cause("sqrt_of_negative", evidence, why, fix=fix)
     if mentions(birth, r"\bvar|mean|std|moment"):
         why = "A variance as E[x²] - E[x]² loses its digits when the mean is large against the spread."
         fix = f"torch.{op}(torch.var(x, dim, correction=0, keepdim=True) + eps), dim being that of the mean"

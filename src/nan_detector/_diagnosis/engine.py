@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from nan_detector._causes import cause
-from nan_detector._diagnosis import backward, division, domain, loop, masks, matrices, range, state
+from nan_detector._diagnosis import backward, division, domain, infinities, loop, masks, matrices, range, state
 from nan_detector._diagnosis.facts import Rule, operands
 from nan_detector._diagnosis.numbers import number
 from nan_detector._records import Cause
@@ -20,7 +20,7 @@ UNDEFINED: tuple[Rule, ...] = (
     *matrices.DETERMINANT,
     *domain.ROOTS,
     *division.RULES,
-    *masks.INFINITIES,
+    *infinities.RULES,
     *domain.RULES,
     *matrices.IN_LOG,
 )

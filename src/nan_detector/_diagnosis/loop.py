@@ -165,6 +165,8 @@ def optimizer_state_overflow(birth: Birth, trace: Trace) -> Cause | None:
         if not squares or not stepping or not overflowed(birth):
             return None
         sizes = [max(abs(s.min), abs(s.max)) for s in operands(birth)[-1:] if s.min is not None and s.max is not None]
+        if sizes and sizes[0] <= 1:  # no power or square of that is too large: a pole is
+            return None
         greatest = f" of up to {number(sizes[0])}" if sizes else ""
         return cause(
             "optimizer_state_overflow", f"The optimizer squares gradients{greatest}, beyond {plain(out_dtype(birth))}."

@@ -44,6 +44,8 @@ def exp_overflow(birth: Birth, trace: Trace) -> Cause | None:
         return None
     if op == "pow":
         return _number_to_the(birth)
+    if op == "soft_margin_loss":
+        return _soft_margin(birth)
     stats, everything = operand(birth, 0), whole_operand(birth, 0)
     if op not in EXPONENTIALS or stats is None or everything is None or stats.max is None or stats.min is None:
         return None
@@ -58,6 +60,22 @@ def exp_overflow(birth: Birth, trace: Trace) -> Cause | None:
     greatest = f"{top:.6g}" if abs(top - limit) < 0.05 else number(top)
     said = f"{count} above {limit:.4g}, where {op} leaves {plain(dtype)} (greatest {greatest})."
     return cause("exp_overflow", said, fix=_exp_fix(birth, limit))
+
+
+def _soft_margin(birth: Birth) -> Cause | None:
+    """The loss is computed as log(1 + exp(-y * x)), as it is written, with the large number in it."""
+    x, y = whole_operand(birth, 0), whole_operand(birth, 1)
+    limit = exp_limit(out_dtype(birth))
+    if x is None or y is None or x.min is None or x.max is None or y.min is None or y.max is None:
+        return None
+    margin = max(-a * b for a in (x.min, x.max) for b in (y.min, y.max))
+    if margin < limit:
+        return None
+    said = (
+        f"-y * x reaches up to {number(margin)}, and exp of more than {limit:.4g} leaves {plain(out_dtype(birth))}: "
+        "soft_margin_loss is log(1 + exp(-y * x)), computed as it is written."
+    )
+    return cause("exp_overflow", said, fix="F.softplus(-y * x).mean(), which is the same without the large number")
 
 
 def _number_to_the(birth: Birth) -> Cause | None:

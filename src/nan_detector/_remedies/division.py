@@ -117,8 +117,28 @@ def mean_of_nothing(call: Call) -> Repaired:
     dim, keepdim = call.argument(1, "dim"), bool(call.argument(2, "keepdim", False))
     total = x.sum() if dim is None else x.sum(dim, keepdim)
     count = max(1, round(x.numel() / total.numel()) if total.numel() else 1)
-    where = "" if dim is None else f"{dim}"
-    return Repaired(total / count, Words(whole=f"{{0}}.sum({where}) / max({{0}}.numel(), 1)"))
+    where = "" if dim is None else f"{dim}{', keepdim=True' if keepdim else ''}"
+    return Repaired(total / count, Words(whole=f"{{0}}.sum({where}) / max({_count(dim)}, 1)"))
+
+
+def _count(dim: Any) -> str:
+    """How many elements a mean over `dim` adds up, in code."""
+    if dim is None:
+        return "{0}.numel()"
+    dims = dim if isinstance(dim, (list, tuple)) else (dim,)
+    return " * ".join(f"{{0}}.shape[{d}]" for d in dims) or "{0}.numel()"
+
+
+def mean_of_what_is_known(call: Call) -> Repaired:
+    """A mean over the elements that are not NaN; 0 where all of them are."""
+    x = call.tensor(0)
+    dim, keepdim = call.argument(1, "dim"), bool(call.argument(2, "keepdim", False))
+    known = ~x.isnan()
+    total = x.nansum() if dim is None else x.nansum(dim, keepdim)
+    count = known.sum() if dim is None else known.sum(dim, keepdim)
+    where = "" if dim is None else f"{dim}{', keepdim=True' if keepdim else ''}"
+    written = f"{{0}}.nansum({where}) / (~{{0}}.isnan()).sum({where}).clamp_min(1)"
+    return Repaired(total / count.clamp_min(1), Words(whole=written))
 
 
 def loss_of_nothing(call: Call) -> Repaired:
@@ -216,7 +236,8 @@ REMEDIES: tuple[Remedy, ...] = (
         larger_eps,
     ),
     remedy("division_by_zero sqrt_gradient_at_zero", "weight_norm weight_norm_interface", safe_rows),
-    remedy("reduction_of_empty", "mean nanmean", mean_of_nothing),
+    remedy("reduction_of_empty", "mean", mean_of_nothing),
+    remedy("reduction_of_empty", "nanmean", mean_of_what_is_known),
     remedy("reduction_of_empty", _LOSSES, loss_of_nothing),
     remedy("std_of_one", _SPREADS, population),
     remedy("sqrt_gradient_at_zero gradient_at_domain_boundary unselected_branch", _SPREADS, smooth_deviation),

@@ -30,6 +30,7 @@ def log_softmax(call: Call) -> Repaired:
     call.unfit()
 
 
+_COMPLEX_EPS = 1e-12
 _MADE_OF_SOFTMAX = "where {0} is the softmax of z"
 _MADE_OF_SIGMOID = "where {0} is the sigmoid of z"
 
@@ -147,6 +148,15 @@ def safe_base(call: Call) -> Repaired:
     return Repaired(call.again({0: x.clamp_min(eps)}), Words(operands={0: f"{{}}.clamp_min({number(eps)})"}))
 
 
+def complex_root(call: Call) -> Repaired:
+    """The root of a complex number, which has no slope at 0 either."""
+    z = call.operand(0)
+    if not isinstance(z, Tensor) or not z.is_complex():
+        call.unfit()
+    safe = torch.where(z == 0, torch.full((), _COMPLEX_EPS, dtype=z.dtype, device=z.device), z)
+    return Repaired(call.again({0: safe}), Words(operands={0: f"torch.where({{}} == 0, {number(_COMPLEX_EPS)}, {{}})"}))
+
+
 def logit_eps(call: Call) -> Repaired:
     """The guard that logit has built in."""
     m = margin_of(call.tensor(0))
@@ -175,6 +185,7 @@ REMEDIES: tuple[Remedy, ...] = (
     remedy(_LOGS, "log1p xlog1py", clamped_below(-1.0)),
     remedy("sqrt_of_negative", "sqrt rsqrt", variance, needs="sub add mean pow mul"),
     remedy(_ROOTS, "sqrt rsqrt", clamped_below(None)),
+    remedy(_ROOTS, "sqrt rsqrt", complex_root),
     remedy(_POWERS, "pow", safe_base),
     remedy(_EDGES, "acos asin atanh erfinv", clamped_within(-1.0, 1.0)),
     remedy(_EDGES, "logit", logit_eps),

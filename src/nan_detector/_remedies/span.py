@@ -22,6 +22,8 @@ BIG = 1e4
 BOUND = 1e18
 _NORMALISED = re.compile(r"/\s*\(?\w[\w.\[\]]*\.sum\(|softmax")
 _CASTS = ("to_copy",)
+#: exp of this is 5e8: more events than anybody counts.
+_MOST_LOG_RATE = 20
 #: log2(e): how much further exp2 goes.
 _SCALES = {"exp2": 1.0 / math.log(2.0)}
 
@@ -168,6 +170,25 @@ def smaller_gradient(times: int) -> Callable[[Call], Repaired]:
     return repair
 
 
+def soft_margin(call: Call) -> Repaired:
+    """log(1 + exp(-y * x)) without the large number."""
+    bound = call.bound()
+    x, y = bound["input"], bound["target"]
+    terms, reduction = torch.nn.functional.softplus(-y * x), bound["reduction"]
+    reduced = {"mean": terms.mean, "sum": terms.sum}.get(reduction, lambda: terms)()
+    after = f".{reduction}()" if reduction in ("mean", "sum") else ""
+    return Repaired(reduced, Words(whole=f"F.softplus(-{{1}} * {{0}}){after}"))
+
+
+def bounded_log_rate(call: Call) -> Repaired:
+    """A Poisson likelihood whose rate, the exponential of what it is given, stays in range."""
+    bound = call.bound()
+    if not bound.get("log_input") or not isinstance(bound.get("input"), Tensor):
+        call.unfit()
+    value = call.again({0: bound["input"].clamp(max=_MOST_LOG_RATE)})
+    return Repaired(value, Words(operands={0: f"{{}}.clamp(max={_MOST_LOG_RATE})"}))
+
+
 def finite_operands(call: Call) -> Repaired:
     """Infinities among the operands replaced by large numbers."""
     changed: dict[int, Any] = {}
@@ -183,6 +204,9 @@ def finite_operands(call: Call) -> Repaired:
 def nothing_times_infinity(call: Call) -> Repaired:
     """A product whose infinite factor is 0 where the other one is 0."""
     a, b = call.operand(0), call.operand(1)
+    for i, (x, infinite) in enumerate(((a, b), (b, a))):
+        if isinstance(x, Tensor) and isinstance(infinite, float) and math.isinf(infinite):
+            return _nothing_times(call, i, x, infinite)
     if call.name != "mul" or not isinstance(a, Tensor) or not isinstance(b, Tensor):
         call.unfit()
     a_safe = torch.where(a.isinf() & (b == 0), torch.zeros_like(a), a) if a.is_floating_point() else a
@@ -195,6 +219,16 @@ def nothing_times_infinity(call: Call) -> Repaired:
     return Repaired(call.again({0: a_safe, 1: b_safe}), Words(whole=written))
 
 
+def _nothing_times(call: Call, index: int, x: Tensor, infinite: float) -> Repaired:
+    nothing = x == 0
+    product = call.again({index: torch.where(nothing, torch.ones_like(x), x)})
+    written = f"{{{index}}} * {'-' if infinite < 0 else ''}torch.inf"
+    return Repaired(
+        torch.where(nothing, torch.zeros_like(product), product),
+        Words(whole=f"torch.where({{{index}}} == 0, 0.0, {written})"),
+    )
+
+
 def _same(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.shape == b.shape and bool((a.isinf() == b.isinf()).all()))
 
@@ -204,6 +238,8 @@ _TOO_LARGE = "exp_overflow unselected_branch overflow half_overflow"
 
 REMEDIES: tuple[Remedy, ...] = (
     remedy("exp_overflow unselected_branch", "exp", less_the_maximum),
+    remedy("exp_overflow", "soft_margin_loss", soft_margin),
+    remedy("exp_overflow", "poisson_nll_loss", bounded_log_rate),
     remedy(_TOO_LARGE, _EXPS, bounded_exponent(0.99)),
     remedy(_TOO_LARGE, _EXPS, bounded_exponent(0.45)),
     remedy(_TOO_LARGE, _EXPS, bounded_exponent(0.45, 20.0)),

@@ -299,7 +299,7 @@ INNARDS: list[tuple[Any, str, int]] = [
     (Tape, "encode_call", 2),
     (Tape, "add", 2),
     (Tape, "append", 2),
-    (Tape, "judged", 2),
+    (Tape, "forget_step", 2),
     (Tape, "made_token", 2),
     (_recording, "here_and_module", 2),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from typing import Any, TypeVar
@@ -29,7 +30,7 @@ from nan_detector._run import Run
 from nan_detector._scaled_clip import ScaledClips
 from nan_detector._session import Session, session
 from nan_detector._skip import cancelled, closure_of, is_stand_in, judged
-from nan_detector._source import here
+from nan_detector._source import Mark, here
 from nan_detector._state import is_replaying
 from nan_detector._stepped import Stepped
 from nan_detector._summary import headline
@@ -51,7 +52,8 @@ MAX_IDLE = 8
 _TO_STEP = 5
 
 _clock = time.perf_counter
-_new_last = tuple.__new__
+_getframe = sys._getframe
+_new_tuple = tuple.__new__
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
@@ -257,8 +259,13 @@ class Engine:
         if groups < 2 or len(self.optimizers.stepped) > 1 or _function_modes() or _dispatch_modes():
             self._forget(current)
         else:
-            tape.judged(False)
-        stepped.last = _new_last(LastStep, (step, here(_TO_STEP), groups))
+            tape.forget_step()
+        # Nearly always the line that called the step before calls this one too, and stands where it stood.
+        frame, last = _getframe(_TO_STEP - 1), stepped.last
+        mark = None
+        if last is not None and last.mark is not None and last.mark.code is frame.f_code:
+            mark = _new_tuple(Mark, (frame.f_code, frame.f_lasti))
+        stepped.last = _new_tuple(LastStep, (step, mark or here(_TO_STEP), groups))
         return True
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any, current: Session) -> tuple[Any, Any] | None:

@@ -83,7 +83,7 @@ class Glance:
         if len(losses) != 1:
             return False
         groups = optimizer.param_groups
-        if not stepped.unchanged(groups):
+        if not (stepped.one_unchanged(groups[0]) if len(groups) == 1 else stepped.unchanged(groups)):
             if not stepped.fits(optimizer) or bad_hyperparameter(optimizer) is not None:
                 return False
             stepped.settled(optimizer)
@@ -137,11 +137,6 @@ def _measured(
     glance: Glance, stepped: Stepped, groups: list[dict[str, Any]], loss: Tensor, state: Tensor | None, lr: float | None
 ) -> _Measured | None:
     """Measure and record the step; None where anything is unusual."""
-    # Of what is stepped now: a parameter may have been replaced in its list.
-    if len(groups) == 1:
-        grads = [g for p in groups[0]["params"] if (g := p.grad) is not None]
-    else:
-        grads = [g for group in groups for p in group["params"] if (g := p.grad) is not None]
     run, places = glance.run, stepped.places
     recorder = run.recorder
     try:
@@ -151,12 +146,17 @@ def _measured(
                 or glance.layers is not None
                 or not (places.table is recorder.table or recorder.turn_to(places.table))
             ):
-                return _gathered(glance, stepped, grads, loss, state, lr)
-            if len(grads) != places.gradients:
-                return None
+                return _gathered(glance, stepped, groups, loss, state, lr)
             scratch = places.scratch
             places.first.copy_(loss)
-            for g, place in zip(grads, places.norms, strict=True):
+            # Of what is stepped now: a parameter may have been replaced in its list.
+            parameters = groups[0]["params"] if len(groups) == 1 else [p for g in groups for p in g["params"]]
+            if len(parameters) != places.gradients:
+                return None
+            for p, place in zip(parameters, places.norms, strict=True):
+                g = p.grad
+                if g is None:
+                    return None
                 _vector_norm(g, out=place)
             values: list[float] = (scratch if state is None else torch.cat([scratch, state])).tolist()
             norms = values[1 : 1 + places.gradients]
@@ -172,10 +172,12 @@ def _measured(
 
 
 def _gathered(
-    glance: Glance, stepped: Stepped, grads: list[Tensor], loss: Tensor, state: Tensor | None, lr: float | None
+    glance: Glance, stepped: Stepped, groups: list[dict[str, Any]], loss: Tensor, state: Tensor | None, lr: float | None
 ) -> _Measured | None:
     """`_measured` for many gradients, or with layers; and for few of them the first time, when places are made."""
-    run, layers, count = glance.run, glance.layers, len(grads)
+    run, layers = glance.run, glance.layers
+    grads = [g for group in groups for p in group["params"] if (g := p.grad) is not None]
+    count = len(grads)
     if not 0 < count <= MOST or count != len(stepped.names) or loss.dim() or loss.is_complex():
         return None
     extremes, width = None, 0

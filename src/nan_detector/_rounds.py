@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 #: Gates in which all is seen.
 GATES = 32
 #: Gates from one slice to the next: of a small model a call costs far more than what it reads.
-EVERY, EVERY_IF_SMALL, SMALL = 4, 16, 2**19
+EVERY, EVERY_IF_SMALL, SMALL = 4, GATES, 2**19
 _STATE = "optimizer.state["
 #: Times the median norm from which a gradient has to do with what became of the state, and norms that make a median.
 _OUTSIZE, _LEAST_NORMS = 1e3, 4

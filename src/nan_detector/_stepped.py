@@ -88,6 +88,14 @@ class Stepped:
                 return False
         return True
 
+    def one_unchanged(self, group: dict[str, Any]) -> bool:
+        """`unchanged` for an optimizer with one group, as most are."""
+        kept = self._kept
+        if kept is None or len(kept) != 1:
+            return False
+        values, size = kept[0]
+        return len(group) == len(values) and len(group["params"]) == size and all(map(is_, group.values(), values))
+
     def settled(self, optimizer: Any) -> None:
         """The hyperparameters are sound as they are: remember them. A tensor may change in place, so it never is."""
         groups = [list(group.values()) for group in optimizer.param_groups]

@@ -56,7 +56,10 @@ class Outside:
         else:
             self._held = tensor if leaf else tensor.detach()
             self.bytes = size
-        self.version = -1 if tensor.is_inference() else tensor._version
+        try:
+            self.version = tensor._version
+        except RuntimeError:  # of inference tensors nobody counts them
+            self.version = -1
 
     @property
     def opaque(self) -> bool:
@@ -211,11 +214,22 @@ class Tape:
             self.begun = True
             out = Outside(t)
             out.parameter = True
-        elif self.unbounded:
+        else:
+            return self._outside(ident, t)
+        self.outside[ident] = out
+        return out
+
+    def _outside(self, ident: int, t: Tensor) -> Outside:
+        """The new token of a tensor from outside that is no parameter."""
+        if self.unbounded:
             out = Outside(t)
         else:
             size = size_of(t)
-            out = Outside(t, weak=not self.may_hold(size, "tensors from outside the step"), size=size)
+            if size <= ALWAYS_HELD:
+                self.held_bytes += size
+                out = Outside(t, size=size)
+            else:
+                out = Outside(t, weak=not self.may_hold(size, "tensors from outside the step"), size=size)
         self.outside[ident] = out
         return out
 
@@ -270,14 +284,14 @@ class Tape:
             if kind is not Tensor:
                 encoded.append(v if kind in _ATOMS else self.encode(v))
                 continue
-            known = made.get(id(v))
+            ident = id(v)
+            known = made.get(ident)
             if known is not None:
                 encoded.append(Made(known[1], known[2]) if known[3] and known[0]() is v else self.token(v))
-            elif self.unbounded and id(v) not in outside:
-                encoded.append(Outside(v))
-                outside[id(v)] = encoded[-1]
-            else:
+            elif ident in outside:
                 encoded.append(self.token(v))
+            else:
+                encoded.append(self._outside(ident, v))
         return tuple(encoded)
 
     def _encode_other(self, value: Any) -> Any:
@@ -338,13 +352,13 @@ class Tape:
 
         `spare` are entries that another detector has yet to judge.
         """
+        if not spare and not keep_alive:
+            self.forget_step()
+            return
         self.begun = False
         self.dropped.clear()
         if self.entries:
             self.boundary = self.entries[-1].number + 1
-        if not spare and not keep_alive:
-            self.forget()
-            return
         self.backwards = 0
         for e in self.entries:
             e.judged = e.judged or e not in spare
@@ -353,6 +367,14 @@ class Tape:
             self.boundary = min(e.number for e in spare)
         wanted = self.needed(self._alive()) | spare
         self._restrict([e for e in self.entries if e in wanted])
+
+    def forget_step(self) -> None:
+        """A gate has judged all that is on the tape, and nothing that lives needs any of it."""
+        self.begun = False
+        if self.dropped:
+            self.dropped.clear()
+        self.boundary = self._next
+        self.forget()
 
     def _alive(self) -> list[Entry]:
         """Entries that made a tensor which requires grad and still lives."""

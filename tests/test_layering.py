@@ -110,6 +110,7 @@ TABLE = (
             "_scaled_clip",
             "_held",
             "_hit",
+            "_ready",
             "_hyper",
             "_isolate",
             "_judge",

@@ -84,6 +84,16 @@ def test_columns_by_name():
         recorder.column("los")
 
 
+def test_columns_that_nobody_asks_for_are_left_out():
+    recorder = filled(12)
+    steps, columns = recorder.columns(5, only=("loss", "grad_norm", "lr", "nothing"))
+    assert steps == [7, 8, 9, 10, 11]
+    whole = recorder.columns(5)[1]
+    assert columns == {name: whole[name] for name in ("loss", "grad_norm", "lr", "loss_scale")} | {
+        "loss_scale": pytest.approx(whole["loss_scale"], nan_ok=True)
+    }
+
+
 def test_changed_columns_keep_the_older_rows():
     recorder = filled(3)
     recorder.set_columns(["loss", "grad_norm:c"])

@@ -14,6 +14,7 @@ import torch
 
 from nan_detector import _finite
 from nan_detector._again import Again
+from nan_detector._before import GRAD_NORM, LEARNING_RATE, LOSS
 from nan_detector._diagnosis import diagnose
 from nan_detector._diagnosis.facts import is_derivative
 from nan_detector._errors import ReplayRefused
@@ -293,6 +294,9 @@ def _conclude(replayed: Replayed, notes: list[str]) -> Finding:
     return Finding(trace, "yes", tuple(notes), micro)
 
 
+#: Columns of the flight recorder that a cause is found by.
+HISTORY = (LOSS, GRAD_NORM, LEARNING_RATE)
+
 _PHASES: dict[str, Phase] = {
     "data": "data", "forward": "forward", "loss": "loss",
     "backward": "backward", "optimizer": "optimizer", "state": "state",
@@ -315,9 +319,9 @@ def complete(
         )
     trace = replace(
         trace,
-        losses=history.get("loss", ()),
-        grad_norms=history.get("grad_norm", ()),
-        learning_rates=history.get("lr", ()),
+        losses=history.get(LOSS, ()),
+        grad_norms=history.get(GRAD_NORM, ()),
+        learning_rates=history.get(LEARNING_RATE, ()),
     )
     birth: Birth = trace.birth  # type: ignore[assignment]  # checked above; replace() keeps it
     cause, runners_up = diagnose(trace)

@@ -7,10 +7,6 @@ from types import TracebackType
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-if not torch._C._len_torch_dispatch_stack():
-    with _disable_current_modes():  # what it imports at its first call takes a step's time, which a hit would wait for
-        pass
-
 
 class Quiet:
     """See `quiet`."""

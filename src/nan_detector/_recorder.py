@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -252,9 +252,16 @@ class Recorder:
             raise KeyError(f"name={name!r} is not a recorded column; there are: {', '.join(columns) or 'none yet'}.")
         return columns[name]
 
-    def columns(self, last: int | None = None) -> tuple[list[int], dict[str, list[float]]]:
-        """Steps, and the values of every column: what `before_sentences` takes. One read to the host."""
-        steps, columns = _as_columns(self._read(last))
+    def columns(
+        self, last: int | None = None, only: Collection[str] | None = None
+    ) -> tuple[list[int], dict[str, list[float]]]:
+        """Steps, and the values of every column: what `before_sentences` takes. One read to the host.
+
+        Args:
+            last: The newest rows, that many.
+            only: These columns, where there are such, beside learning rate and loss scale.
+        """
+        steps, columns = _as_columns(self._read(last), only)
         return steps, {name: _filled(values) for name, values in columns.items()}
 
     def history(self) -> History:
@@ -308,8 +315,10 @@ class Recorder:
 
     def _read(self, last: int | None = None) -> list[_Row]:
         since = self._count - self._history
-        if last is not None:
-            # Those that are not wanted need not be read: an event waits for it.
+        # Those that are not wanted need not be read: an event waits for it.
+        if last is not None and len(self._tables) == 1:
+            since = max(since, self._count - last)  # its rows are numbered one by one
+        elif last is not None:
             orders = sorted(n.order for t in self._tables for n in t.numbers if n is not None and n.order >= since)
             since = orders[-last] if 0 < last < len(orders) else since
         held = [(table, *table.held(since)) for table in self._tables]
@@ -353,14 +362,22 @@ def _largest(values: Sequence[float]) -> float | None:
     return math.nan if any(map(math.isnan, values)) else max(values, default=None)
 
 
-def _as_columns(found: Sequence[_Row]) -> tuple[list[int], dict[str, list[float | None]]]:
+def _as_columns(
+    found: Sequence[_Row], only: Collection[str] | None = None
+) -> tuple[list[int], dict[str, list[float | None]]]:
     rows_of: dict[tuple[str, ...], list[int]] = {}
     for i, (_, row_names, _) in enumerate(found):
         rows_of.setdefault(row_names, []).append(i)
     columns: dict[str, list[float | None]] = {}
     for row_names, at in rows_of.items():
         # Column by column: nearly always there is but one set of them, and an event waits for this.
-        for name, values in zip(row_names, zip(*(found[i][2] for i in at), strict=True), strict=True):
+        rows = [found[i][2] for i in at]
+        chosen: Iterable[tuple[str, Sequence[float]]]
+        if only is None:
+            chosen = zip(row_names, zip(*rows, strict=True), strict=True)
+        else:
+            chosen = [(n, [row[j] for row in rows]) for j, n in enumerate(row_names) if n in only]
+        for name, values in chosen:
             known = [None if v == ABSENT else v for v in values] if name.startswith(ABS_MAX_OF) else values
             if len(at) == len(found):
                 columns[name] = list(known)

@@ -16,6 +16,7 @@ from nan_detector._errors import NonFiniteError
 from nan_detector._gate import Suspicion
 from nan_detector._hit import (
     FINITE_AGAIN,
+    HISTORY,
     Finding,
     complete,
     investigate,
@@ -29,6 +30,7 @@ from nan_detector._keeper import Keeper
 from nan_detector._moment import Habits
 from nan_detector._optimizer_events import hyper_event
 from nan_detector._quiet import quiet
+from nan_detector._ready import make_ready
 from nan_detector._records import NaNEvent
 from nan_detector._retake import Retake
 from nan_detector._run import Run
@@ -73,6 +75,7 @@ class Responder:
         self._not_zeroed = ""  # what is known of the gradients of the step that is explained
         self._habits: dict[int, Habits] = {}
         self._told: Counter[Any] = Counter()  # how often each story was tried
+        make_ready()
         config = run.config
         self.capsules = Capsules(run, config.log_dir, config.capsule_bytes) if config.capsule else None
 
@@ -376,7 +379,7 @@ class Responder:
         self._decided(replace(event, weights=weights, action=policy.value), policy, 0, later=False, refused=False)
 
     def _complete(self, event: NaNEvent, finding: Finding) -> NaNEvent:
-        _, columns = self.run.recorder.columns(ROWS)
+        _, columns = self.run.recorder.columns(ROWS, only=HISTORY)
         return complete(event, finding, {name: tuple(values) for name, values in columns.items()}, ())
 
     def _investigate(self, current: Session) -> Finding:

@@ -36,6 +36,47 @@ def log_zero(model: nn.Module, x: Tensor) -> Tensor:
     return torch.log(p).mean()
 
 
+def entropy_of_targets(model: nn.Module, x: Tensor) -> Tensor:
+    t = torch.relu(x - 1.0)
+    return (t * torch.log(t)).sum() + model(x).mean()
+
+
+def weighted_log(model: nn.Module, x: Tensor) -> Tensor:
+    weight, q = x - 1.0, torch.relu(x - 1.0)
+    logs = q.log()
+    return (logs * (2.0 * weight)).sum() + model(x).mean()
+
+
+def masked_log1p(model: nn.Module, x: Tensor) -> Tensor:
+    seen = x < 0
+    return torch.mul(seen, torch.log1p(x - 2.0)).sum() + model(x).mean()
+
+
+def log_without_weight(model: nn.Module, x: Tensor) -> Tensor:
+    return (0.0 * torch.log(x - 1.0)).sum() + model(x).mean()
+
+
+def entropy_of_outputs(model: nn.Module, x: Tensor) -> Tensor:
+    p = torch.relu(model(x) - 1.0)
+    return -(p * torch.log(p)).sum()
+
+
+def log_with_a_weight(model: nn.Module, x: Tensor) -> Tensor:
+    t = torch.relu(x - 1.0)
+    return ((t + 1.0) * torch.log(t)).sum() + model(x).mean()
+
+
+def weighted_log_of_negative(model: nn.Module, x: Tensor) -> Tensor:
+    t = x - 1.0
+    return (t * torch.log(t - 0.5)).sum() + model(x).mean()
+
+
+def log_used_twice(model: nn.Module, x: Tensor) -> Tensor:
+    t = torch.relu(x - 1.0)
+    logs = torch.log(t)
+    return (t * logs).sum() + logs.mean() + model(x).mean()
+
+
 def log_softmax(model: nn.Module, x: Tensor) -> Tensor:
     p = torch.softmax(model(x) * torch.tensor([1.0, 1.0, 1.0, -1e4]), dim=1)
     return -torch.log(p)[:, 3].mean()

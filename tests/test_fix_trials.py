@@ -33,6 +33,19 @@ def fix_of(run: Run) -> Trial:
 
 CASES = [
     (faults.log_zero, "log_of_zero", "torch.log(p.clamp_min(1e-12))"),
+    (faults.entropy_of_targets, "log_of_zero", "torch.xlogy(t, t) in place of t * torch.log(t): loss "),
+    (faults.weighted_log, "log_of_zero", "torch.xlogy(2.0 * weight, q) in place of logs * (2.0 * weight): loss "),
+    (
+        faults.masked_log1p,
+        "log_of_zero",
+        "torch.special.xlog1py(seen, x - 2.0) in place of seen * torch.log1p(x - 2.0): loss ",
+    ),
+    (faults.log_without_weight, "log_of_zero", "torch.xlogy(0.0, x - 1.0) in place of 0.0 * torch.log(x - 1.0): loss "),
+    # Near misses: the slope at a trained 0 is NaN for xlogy too, a weight that is not 0, no zero, another use.
+    (faults.entropy_of_outputs, "log_of_zero", "torch.log(p.clamp_min(1e-12)): loss "),
+    (faults.log_with_a_weight, "log_of_zero", "torch.log(t.clamp_min(1e-12)): loss "),
+    (faults.weighted_log_of_negative, "log_of_negative", "torch.log((t - 0.5).clamp_min(1e-12)): loss "),
+    (faults.log_used_twice, "log_of_zero", "torch.log(t.clamp_min(1e-12)): loss "),
     (faults.log_softmax, "log_of_zero", "F.log_softmax(z, 1) where p is the softmax of z"),
     (faults.log_sigmoid, "log_of_zero", "F.logsigmoid(z) where p is the sigmoid of z"),
     (faults.log_rest_of_sigmoid, "log_of_zero", "F.logsigmoid(-z) where (1 - p) is 1 - torch.sigmoid(z)"),

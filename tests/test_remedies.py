@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from nan_detector._causes import CAUSES
 from nan_detector._remedies import NOT_TRIED, REMEDIES, Remedy, guards, remedies_for, span
 from nan_detector._remedies.call import Call, Unfit, name_of, number
+from nan_detector._remedies.domain import in_a_product, product_with_log
 
 Function = Callable[..., Any]
 
@@ -221,6 +222,46 @@ def test_operands_of_reflected_operators_and_of_keywords() -> None:
     named = call_of(torch.div, input=torch.tensor([1.0]), other=x)
     assert named.operand(1) is x
     assert named.again({1: torch.tensor([4.0])}).tolist() == [0.25]
+
+
+@pytest.mark.parametrize(("log", "edge"), [(torch.log, 0.0), (torch.log1p, -1.0)])
+@given(values=VALUES, factors=st.data(), swapped=st.booleans())
+def test_a_weighted_logarithm_is_the_same_product_but_for_zero_times_infinity(
+    log: Function, edge: float, values: list[float], factors: st.DataObject, swapped: bool
+) -> None:
+    drawn = factors.draw(st.lists(st.sampled_from(_EDGES), min_size=len(values), max_size=len(values)))
+    b, a = torch.tensor(values), torch.tensor(drawn, requires_grad=True)
+    made = log(b)
+    made_by = {id(made): call_of(log, b)}
+    call = Call(torch.mul, (made, a) if swapped else (a, made), {}, "", lambda t: made_by.get(id(t)))
+    plain, infinite = call.func(*call.args).detach(), b == edge
+    if bool((infinite & (a.detach() != 0)).any() or (b < edge).any()):
+        with pytest.raises(Unfit):
+            product_with_log(call)
+        return
+    repaired = product_with_log(call)
+    torch.testing.assert_close(repaired.value[~infinite], plain[~infinite], equal_nan=True)
+    assert bool((repaired.value[infinite] == 0).all())
+    assert repaired.words.after == "in place of {0} * {1}"
+
+
+@pytest.mark.parametrize(
+    ("x", "func", "context", "fits"),
+    [
+        (torch.zeros(2), torch.log, "(t * torch.log(t)).sum()", True),
+        (torch.zeros(2), torch.log, "torch.mul(t, torch.log(t))", True),
+        (torch.zeros(2), torch.log, "torch.log(t).mean()", False),
+        (torch.zeros(2), torch.Tensor.log_, "(t * s.log_()).sum()", False),
+        (torch.zeros(2, requires_grad=True), torch.log, "(t * torch.log(t)).sum()", False),
+    ],
+)
+def test_which_logarithms_are_followed_to_their_product(x: Tensor, func: Function, context: str, fits: bool) -> None:
+    call = Call(func, (x,), {}, context)
+    if fits:
+        in_a_product(call)
+        return
+    with pytest.raises(Unfit):
+        in_a_product(call)
 
 
 def test_codes_are_known_and_a_cause_is_either_tried_or_says_why_not() -> None:

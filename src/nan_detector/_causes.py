@@ -44,7 +44,9 @@ _DOMAIN = (
         "A probability reaches exactly 0 when a softmax or sigmoid underflows, when a class does not occur, or when a "
         "sampler draws its boundary. "
         "Functions that work in log space (log_softmax, logsigmoid, binary_cross_entropy_with_logits) never form the "
-        "0.",
+        "0. "
+        "In an entropy 0 * log(0) means 0, and is NaN: torch.xlogy(p, p) gives 0, as torch.xlogy(a, p) does for any a "
+        "that is 0 there; but its slope in p is NaN there, so where p is trained a clamp is the way.",
     ),
     _C(
         "log_of_negative",

@@ -86,6 +86,7 @@ class Repair(Change):
         self.in_slope = in_slope
         self.words: Words | None = None  # of the first repaired call
         self.first: Call | None = None
+        self.place = site  # of the first repaired call, which is another one where the remedy follows the result
         self.lines: set[int] = set()  # where calls were repaired
         self.unfit = False
         self._passed_by = 0
@@ -99,11 +100,15 @@ class Repair(Change):
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         kind = kind_of(func)
         unfit: Unfit | None = None
-        if not self.unfit and self._meets(func):
-            try:
+        follows = bool(self.remedy.follows)
+        met = not self.unfit and self._meets(func)
+        try:
+            if (not self.unfit and self._takes_result(func, args)) if follows else met:
                 return self._repaired(func, args, kwargs)
-            except Unfit as error:
-                unfit = error
+            if met and self.remedy.suits is not None:
+                self.remedy.suits(self._call(func, args, kwargs))
+        except Unfit as error:
+            unfit = error
         if self._promotes and kind not in (CallKind.IGNORE, CallKind.BACKWARD, CallKind.STATE):
             return _promoted(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -114,7 +119,8 @@ class Repair(Change):
             if self._passed_by >= MOST_PASSED_BY or not self._may_be_sound(out):
                 self.unfit = True
                 raise unfit
-        if isinstance(out, Tensor) and self.remedy.needs and name_of(func) in self.remedy.needs:
+        followed = not follows or (met and unfit is None)
+        if isinstance(out, Tensor) and followed and name_of(func) in self.remedy.needs:
             self._made[id(out)] = weakref.ref(out), self._call(func, args, kwargs)
         return out
 
@@ -134,6 +140,12 @@ class Repair(Change):
         mark = here_until(make_call.__code__, 2) or tracer.mark
         return self.site.meets(tracer.called, mark, whole_function=self.whole_function)
 
+    def _takes_result(self, func: Callable[..., Any], args: Any) -> bool:
+        """True for a call that the remedy is for, one of whose operands the guilty call has made."""
+        if name_of(func) not in self.remedy.follows:
+            return False
+        return any(isinstance(a, Tensor) and self._made_by(a) is not None for a in args)
+
     def _repaired(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         target, out = None, kwargs.get("out")
         if writes_in_place(func):
@@ -148,6 +160,9 @@ class Repair(Change):
             self.words, self.first = result.words, call
         assert self._step is not None and self._step.tracer.called is not None
         caller = self._step.tracer.called.caller
+        if self.first is call and self.remedy.follows and caller is not None:
+            mark = here_until(make_call.__code__, 2) or self._step.tracer.mark
+            self.place = CallSite(func, caller, mark or caller)
         self.lines.add(caller.lineno if caller is not None else 0)
         self._promotes = self._promotes or result.promotes
         return result.value if target is None else target.copy_(result.value)

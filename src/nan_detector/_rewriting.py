@@ -55,7 +55,10 @@ def rewritten(
         if whole:
             text = whole
             for i, old in texts.items():
-                text = text.replace(f"{{{i}}}", old)
+                place, bare = f"{{{i}}}", old[1:-1] if is_bracketed(old) else old
+                for begin, end in (("(", ","), ("(", ")"), (", ", ","), (", ", ")")):  # an argument needs no brackets
+                    text = text.replace(f"{begin}{place}{end}", f"{begin}{bare}{end}")
+                text = text.replace(place, old)
         else:
             new = {f"_{i}_": t.replace("{}", texts[i]) for i, t in (operands or {}).items()}
             places = {id(present[i]): f"_{i}_" for i in operands or {}}

@@ -13,7 +13,7 @@ from nan_detector._diagnosis.facts import base_op
 from nan_detector._records import Cause
 from nan_detector._remedies import NOT_TRIED, Remedy, remedies_for
 from nan_detector._remedies.call import name_of
-from nan_detector._remedies.wording import written
+from nan_detector._remedies.wording import with_origin, written
 from nan_detector._repair import Repair
 from nan_detector._trace import Birth
 
@@ -70,7 +70,7 @@ def try_remedies(
             break
         if repair.unfit or repair.words is None or repair.first is None:
             continue
-        said = written(site, repair.first, repair.words)
+        said = written(repair.place, repair.first, with_origin(repair.words, site))
         if len(repair.lines) > 1:
             said += f" (so too at the other calls of {name_of(repair.first.func)} there)"
         if outcome.finite:

@@ -36,12 +36,16 @@ class Words:
         keywords: Keyword arguments that are added or changed, as source text.
         whole: What is written instead of the whole call, with "{0}", "{1}" for its operands; "" where operands tell.
         after: What is said behind it.
+        of: An operand that was made by a guilty call, of which "{of}" in `whole` is the first operand.
+        general: What is said, all of it, where the user's own words are not known; "" for the others with x, y and z.
     """
 
     operands: Mapping[int, str] = field(default_factory=dict)
     keywords: Mapping[str, str] = field(default_factory=dict)
     whole: str = ""
     after: str = ""
+    of: Call | None = None
+    general: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from nan_detector._remedies.call import HALF, Call, Repaired, Words, eps_of, margin_of, number
+from nan_detector._remedies.call import HALF, Call, Repaired, Words, eps_of, margin_of, number, writes_in_place
 from nan_detector._remedies.guards import away_from_zero
 from nan_detector._remedies.registry import Remedy, remedy
 
@@ -47,6 +48,44 @@ def log_of_one_minus_sigmoid(call: Call) -> Repaired:
     return Repaired(
         F.logsigmoid(-inner.tensor(0)), Words(whole="F.logsigmoid(-z)", after="where {0} is 1 - torch.sigmoid(z)")
     )
+
+
+_PRODUCTS = re.compile(r"\*|\bmul")
+_XLOG = {"log": (torch.xlogy, "torch.xlogy", "log"), "log1p": (torch.special.xlog1py, "torch.special.xlog1py", "log1p")}
+
+
+def in_a_product(call: Call) -> None:
+    """Whether what weights this logarithm is worth looking for.
+
+    Not where the argument is trained: the slope of a * log(b) in b is a / b, 0 / 0 at the place in question.
+    """
+    x = call.tensor(0)
+    if x.requires_grad or writes_in_place(call.func) or not _PRODUCTS.search(call.context):
+        call.unfit()
+
+
+def product_with_log(call: Call) -> Repaired:
+    """A * log(b), or a * log1p(b), which is 0 where a is 0 whatever b is there."""
+    for i in (0, 1):
+        made = call.made_by(call.operand(i)) if isinstance(call.operand(i), Tensor) else None
+        if made is None or made.name not in _XLOG:
+            continue
+        function, written, name = _XLOG[made.name]
+        b, a = made.tensor(0), call.operand(1 - i)
+        edge = 0 if name == "log" else -1
+        # Below the edge the logarithm is NaN whatever weights it: these functions would hide that behind a 0.
+        if bool((b < edge).any()) or not bool(((torch.as_tensor(a) == 0) | (b != edge)).all()):
+            call.unfit()
+        value = function(a, b)
+        if value.dtype != call.again().dtype:
+            call.unfit()
+        # Python turns 0 * x into x * 0: which side a number stands on is not known, and it is its own text.
+        factor, names = f"{{{1 - i}}}" if isinstance(a, Tensor) else repr(a), ("x", "x") if a is b else ("x", "y")
+        whole = f"{written}({factor}, {factor if a is b else '{of}'})"
+        general = f"{written}({names[0]}, {names[1]}) in place of {names[0]} * torch.{name}({names[1]})"
+        place = "in place of {0} * {1}"  # not of the logarithm alone, which is what the report points at
+        return Repaired(value, Words(whole=whole, after=place, of=None if a is b else made, general=general))
+    call.unfit()
 
 
 def slogdet_in_log(call: Call) -> Repaired:
@@ -181,6 +220,14 @@ REMEDIES: tuple[Remedy, ...] = (
     remedy("log_of_zero unselected_branch", "log", log_softmax, needs="softmax sigmoid"),
     remedy("log_of_zero unselected_branch", "log", log_of_one_minus_sigmoid, needs="sigmoid sub rsub"),
     remedy("log_of_zero log_of_negative determinant_not_positive", "log", slogdet_in_log, needs="det"),
+    remedy(
+        "log_of_zero unselected_branch",
+        "log log1p",
+        product_with_log,
+        needs="log log1p",
+        follows="mul",
+        suits=in_a_product,
+    ),
     remedy(_LOGS, "log log2 log10 xlogy", clamped_below(None)),
     remedy(_LOGS, "log1p xlog1py", clamped_below(-1.0)),
     remedy("sqrt_of_negative", "sqrt rsqrt", variance, needs="sub add mean pow mul"),

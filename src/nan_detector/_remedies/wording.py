@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def written(site: CallSite, call: Call, words: Words) -> str:
     names = frozenset((name_of(call.func), public, *(public.removeprefix(p) for p in _NAMESPACES)))
     direct = site.caller.code is site.mark.code
     text = None
-    if direct:
+    if direct and (words.whole or not words.general):
         text = rewritten(
             site.mark,
             operands=words.operands,
@@ -33,6 +34,8 @@ def written(site: CallSite, call: Call, words: Words) -> str:
             reflected=call.reflected,
             name=names,
         )
+    if text is None and words.general:
+        return words.general
     if text is None:
         text = _in_general(call, words)
     after = words.after
@@ -46,6 +49,18 @@ def written(site: CallSite, call: Call, words: Words) -> str:
     if after.startswith("."):
         return f"({text}){after}"
     return f"{text} {after}" if after.startswith(("/", "in ", "where ", "with ")) else f"{text}, {after}"
+
+
+def with_origin(words: Words, site: CallSite) -> Words:
+    """`words` with the user's text for the operand of the guilty call at `site`, where they ask for it."""
+    if words.of is None:
+        return words
+    names = frozenset((words.of.name, public_name(words.of.func)))
+    own = rewritten(site.mark, whole="{0}", count=len(words.of.args), name=names)
+    if own is None or "{" in own:  # it would be taken for a place of an operand
+        return replace(words, whole="", of=None)
+    own = own[1:-1] if is_bracketed(own) else own
+    return replace(words, whole=words.whole.replace("{of}", own), of=None)
 
 
 def _in_general(call: Call, words: Words) -> str:

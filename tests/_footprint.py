@@ -49,6 +49,7 @@ PATCHABLE = (
     ("sys", "excepthook"),
     ("sys", "unraisablehook"),
     ("threading", "excepthook"),
+    ("warnings", "_showwarnmsg"),
 )
 
 #: Registries of process-wide hooks, by module; every dictionary there with this prefix counts.

@@ -131,6 +131,7 @@ TABLE = (
             "_patched_apply",
             "_patched_compile",
             "_patches",
+            "_warned_at",
             "_peaks",
             "_python_state",
             "_recorder",

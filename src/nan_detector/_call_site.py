@@ -69,7 +69,8 @@ _HANDLERS = ("__torch_function__", "__torch_dispatch__")
 _passing: dict[str, bool] = {}
 
 
-def _passes_on(filename: str) -> bool:
+def passes_on(filename: str) -> bool:
+    """True for a file of PyTorch whose functions hand a call on: what is further out has made it."""
     found = _passing.get(filename)
     if found is None:
         torch = sys.modules.get("torch")
@@ -93,7 +94,7 @@ def caller(barrier: types.CodeType, depth: int = 2) -> Mark | None:
         code = frame.f_code
         if code is barrier:
             return None
-        if code.co_name not in _HANDLERS and not _passes_on(code.co_filename):
+        if code.co_name not in _HANDLERS and not passes_on(code.co_filename):
             return Mark(code, frame.f_lasti)
         frame = frame.f_back
     return None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from nan_detector import _finite
+from nan_detector import _finite, _warned_at
 from nan_detector._calls import CallKind, kind_of, public_name
 from nan_detector._errors import NonFiniteError
 from nan_detector._gate import Suspicion
@@ -70,6 +70,7 @@ class detect_nan(contextlib.ContextDecorator):  # a drop-in for torch.autograd.d
         live.tracer.on_scalar = mode.read
         live.tracer.max_described = math.inf  # a block may hold many steps, each with births that come to nothing
         mode.__enter__()  # type: ignore[no-untyped-call]  # as torch ships it
+        _warned_at.begin()
         return self
 
     def __exit__(
@@ -81,6 +82,7 @@ class detect_nan(contextlib.ContextDecorator):  # a drop-in for torch.autograd.d
         self._live = self._mode = None
         if mode in _open_here():
             _open_here().remove(mode)
+        _warned_at.end()
         mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # as torch ships it
         live.close()
         if error is None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from nan_detector import _warned_at
 from nan_detector._errors import ReplayRefused
 from nan_detector._patched import Watcher, compiling, lock, to_undo, watchers, wrap
 from nan_detector._patched_apply import wrap_apply
@@ -61,6 +62,8 @@ def _install() -> None:
     wrap(torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", _next_batch)
     # Every optimizer step opens one. Its operation takes a slow way through PyTorch when a function mode is there.
     _wrap_record(torch.autograd.profiler.record_function)
+    _warned_at.begin()
+    to_undo.append(_warned_at.end)
     wrap_apply()
     wrap_compiled_calls()
     wrap_compiled_modules()

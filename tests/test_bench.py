@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import re
 import shlex
 import sys
@@ -437,6 +438,28 @@ def test_the_command_measures_and_shows(
     assert [t["level"] for t in told["targets"]] == ["step", "layers"] and "Targets" in out
     assert 0.0 < cell["processor"] <= 1.0
     assert told["unfinished"] == [] and 0.0 < cell["seconds"] <= told["seconds"]
+
+
+def test_parts_come_in_order_and_what_the_detector_says_meanwhile_goes_nowhere(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def cell(workload: Any, variants: Any, plan: Any, count: int) -> Cell:
+        logging.getLogger("nan_detector").warning("the gradient norm of head.weight is 594")
+        return replace(CELL, workload=workload.name, threads=count)
+
+    monkeypatch.setattr(measure, "_cell", cell)
+    monkeypatch.setattr(measure, "_trend", lambda *args: TREND)
+    told: list[str] = []
+    reports: list[Report] = []
+    plan = measure.Plan(("W1", "W4"), threads=(1, 2), growth_s=1.0)
+    report = measure.run(plan, told.append, reports.append)
+    assert [t.partition(" (")[0] for t in told] == [
+        *("W1, 1 thread", "W4, 1 thread", "growth with layers", "growth with parameters", "growth with batch"),
+        *("W1, 2 threads", "W4, 2 threads"),
+    ]
+    assert [r.unfinished for r in reports] == [tuple(told[i:]) for i in range(1, len(told) + 1)]
+    assert reports[-1] is report and len(report.cells) == 4 and len(report.trends) == 3
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def answer_of(level: str, make: Callable[[], Task], repeats: int = 3, budget_s: 
     """
     found: list[Answer] = []
     deadline = time.perf_counter() + budget_s
-    with _quiet_logger():
+    with quiet_logger():
         while not found or (len(found) < repeats and time.perf_counter() < deadline):
             found.append(_one(level, make()))
     return Answer(
@@ -55,8 +55,8 @@ def answer_of(level: str, make: Callable[[], Task], repeats: int = 3, budget_s: 
 
 
 @contextmanager
-def _quiet_logger() -> Iterator[None]:
-    """Without a handler of its own the detector's log would go to standard error."""
+def quiet_logger() -> Iterator[None]:
+    """In here the detector's log goes nowhere: what it says of trainings that are only measured is no news."""
     logger, handler = logging.getLogger("nan_detector"), logging.NullHandler()
     logger.addHandler(handler)
     try:

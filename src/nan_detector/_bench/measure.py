@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from nan_detector._bench import growth
-from nan_detector._bench.answer import Answer, answer_of
+from nan_detector._bench.answer import Answer, answer_of, quiet_logger
 from nan_detector._bench.figures import Spread, excess, ratios, spread
 from nan_detector._bench.memory import memory_of
 from nan_detector._bench.results import BARE, BARE_AGAIN, READ, Cell, Report, Row, Trend
@@ -89,7 +89,8 @@ def run(plan: Plan, tell: _Tell = lambda text: None, done: _Done = lambda report
     report = Report(machine(plan.device), (), (), missing, 0.0, tuple(title for title, _ in parts))
     for title, part in parts:
         tell(title)
-        found = part()
+        with quiet_logger():
+            found = part()
         cells, trends = report.cells, report.trends
         if isinstance(found, Cell):
             cells = (*cells, found)

@@ -82,7 +82,7 @@ AXES: tuple[Axis, ...] = (
 
 
 def grown(
-    axis: Axis, *, budget_s: float, sizes: Sequence[float] | None = None, rounds: int = 9, least: int = 3
+    axis: Axis, *, budget_s: float, sizes: Sequence[float] | None = None, rounds: int = 9, least: int = 2
 ) -> Growth:
     """Measure along `axis`.
 

@@ -13,7 +13,7 @@ from nan_detector._before import ABS_MAX_OF
 from nan_detector._naming import Names
 from nan_detector._quiet import quiet
 from nan_detector._recorder import ABSENT
-from nan_detector._state import BUG, is_replaying, logger, pickled_hook, strict
+from nan_detector._state import BUG, local, logger, pickled_hook, strict
 from nan_detector._tape import tensors_in
 from nan_detector._values import has_values
 
@@ -23,6 +23,8 @@ _compiling = torch.compiler.is_compiling
 _function_modes = torch._C._len_torch_function_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _NoTorchFunction = torch._C.DisableTorchFunction
+_is_grad_enabled = torch.is_grad_enabled
+_set_grad_enabled = torch._C._set_grad_enabled
 _aminmax = torch.aminmax
 _LOOKED_AT = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -228,19 +230,18 @@ class Layers:
 class LayerHook:
     """A hook that dies in copies, as a root's does."""
 
-    __slots__ = ("before", "device", "dtype", "layers", "path", "slot")
+    __slots__ = ("before", "dtype", "layers", "path", "slot")
 
     def __init__(self, layers: Layers | None, path: str, before: bool = False) -> None:
         self.layers = layers
         self.path = path
         self.before = before
         self.dtype: torch.dtype | None = None  # of outputs that go the short way
-        self.device: torch.device | None = None
         self.slot = 0
 
     def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         layers = self.layers
-        if layers is None or _compiling() or is_replaying():
+        if layers is None or _compiling() or local.replaying:
             return
         if self.before:
             output = args[0] if len(args) == 1 and not output else (args, output)  # kwargs stand in its place
@@ -255,22 +256,28 @@ class LayerHook:
 
     def _look(self, layers: Layers, output: Tensor) -> None:
         seen, slot = layers.seen, self.slot
-        # An empty output has no extremes; of a second one in the same step they are folded into the first one's.
-        if output.dtype is self.dtype and output.device == self.device and slot not in seen and output.numel():
+        # A second output in the same step is folded into the first one's.
+        if output.dtype is self.dtype and slot not in seen:
+            graph = _is_grad_enabled()
+            if graph:
+                _set_grad_enabled(False)
             try:
-                _aminmax(output.detach(), out=layers.places[slot])  # without a graph, nothing has to be switched off
+                _aminmax(output, out=layers.places[slot])
                 seen[slot] = None
                 return
-            except RuntimeError:  # sparse, this time
+            except RuntimeError:  # empty, sparse or on another device, this time
                 pass
+            finally:
+                if graph:
+                    _set_grad_enabled(True)
         layers.look(self.path, output)
         found = layers.at_once(self.path, output)
         if found is not None:
-            self.slot, self.dtype, self.device = found, output.dtype, output.device
+            self.slot, self.dtype = found, output.dtype
 
     def gradient(self, grad: Tensor) -> None:
         """A gradient arrived at the output."""
-        if self.layers is not None and not is_replaying() and grad.dtype in _LOOKED_AT and grad.numel():
+        if self.layers is not None and not local.replaying and grad.dtype in _LOOKED_AT and grad.numel():
             with quiet():
                 self.layers._note(self.path, grad)
 

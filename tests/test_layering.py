@@ -84,6 +84,7 @@ TABLE = (
             "_aftermath",
             "_again",
             "_bad_results",
+            "_underflow",
             "_book",
             "_call_site",
             "_calls",

@@ -23,6 +23,7 @@ from nan_detector._op_values import (
 )
 from nan_detector._opinfo import OpInfo
 from nan_detector._trace import BirthKind
+from nan_detector._underflow import underflow
 
 if TYPE_CHECKING:
     from nan_detector._tracer import OpTracer
@@ -244,6 +245,8 @@ def _birth(
         gen.overflow = gen.output.nan_count == 0 and (
             info.op not in _POLES or not any(g.whole.zero_count for g in gen.inputs)
         )
+    if kind is BirthKind.OPERATION and any(g.whole.zero_count for g in gen.inputs):
+        gen.note = underflow(info.op, values, tracer._by_sequence)
     if not intended:
         stats = gen.output if gen.output is not None else _finite.stats(out)
         gen.only_negative = stats.nan_count == 0 and stats.posinf_count == 0

@@ -31,7 +31,7 @@ from nan_detector._run_step import Call
 from nan_detector._samples import sample_ids
 from nan_detector._state import logger, process_rank, strict
 from nan_detector._tape import Entry, Tape
-from nan_detector._trace import Birth, BirthKind, GuiltyInput, Trace
+from nan_detector._trace import UNDERFLOWED, Birth, BirthKind, GuiltyInput, Trace
 from nan_detector._verdict import verdict
 
 #: What is said of a step that a replay found nothing wrong with.
@@ -355,7 +355,7 @@ def complete(
         loss_terms=finding.loss_terms,
         first_use=birth.first_use,
         bad_buffers=finding.bad_buffers,
-        notes=(*event.notes, *notes, *((birth.note,) if birth.note else ())),
+        notes=(*event.notes, *notes, *((birth.note,) if birth.note and UNDERFLOWED not in birth.note else ())),
     )
 
 

@@ -90,7 +90,13 @@ def trace_of_line(tracer: OpTracer, harm: Line) -> Trace:
 
 
 def _trace(tracer: OpTracer, harm: Line, reached: tuple[str, ...]) -> Trace:
-    guilty = sorted((g for g in harm if not g.intended), key=lambda g: g.order)
+    # Of several that one operation met first (a weight and its bias), the one with the most bad values, or the
+    # larger one, speaks for all.
+    place = {id(g): i for i, g in enumerate(tracer.births)}
+    guilty = sorted(
+        (g for g in harm if not g.intended),
+        key=lambda g: (g.order, -g.guilty, -g.output.numel if g.output is not None else 0, place.get(id(g), 0)),
+    )
     if not guilty:
         return Trace(birth=_intended_reached(harm), reached=reached)
     first = _forward_story(tracer, guilty[0])

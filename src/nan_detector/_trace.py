@@ -12,6 +12,8 @@ from nan_detector._records import Location, Record, Site, TensorStats, _nested
 
 #: In the note of a birth: the infinities that reached it were logarithms of masked classes.
 THROUGH_LOG_SOFTMAX = "(through log_softmax)"
+#: How the note begins on a birth that met a 0 which had underflowed.
+UNDERFLOWED = "underflow:"
 
 
 class BirthKind(str, Enum):

@@ -22,7 +22,7 @@ from nan_detector._diagnosis.facts import (
 )
 from nan_detector._diagnosis.numbers import number, share
 from nan_detector._records import Cause, TensorStats
-from nan_detector._trace import Birth, Trace
+from nan_detector._trace import UNDERFLOWED, Birth, Trace
 
 #: Which operand is divided by.
 _DENOMINATOR = {"div": 1, "reciprocal": 0, "rsqrt": 0, "addcdiv": 2, "fmod": 1, "remainder": 1}
@@ -114,6 +114,9 @@ def underflow_to_zero(birth: Birth, trace: Trace) -> Cause | None:
     if not user_written(birth, "div", "reciprocal", "rsqrt") or not zero_denominator(birth):
         return None
     index = _DENOMINATOR[op]
+    if birth.note.startswith(UNDERFLOWED):
+        said = birth.note.removeprefix(UNDERFLOWED).strip()
+        return cause("underflow_to_zero", f"{_zeros(birth, op)}: {said}.")
     below = whole_operand(birth, index)
     above = whole_operand(birth, 0) if index == 1 else None
     for stats, what in ((below, "denominator"), (above, "numerator")):

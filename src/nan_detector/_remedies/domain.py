@@ -36,6 +36,26 @@ _MADE_OF_SOFTMAX = "where {0} is the softmax of z"
 _MADE_OF_SIGMOID = "where {0} is the sigmoid of z"
 
 
+def log_of_sum_of_exponentials(call: Call) -> Repaired:
+    """log(sum(exp(z))) in one, also where the sum runs on."""
+    made = call.made_by(call.tensor(0))
+    if made is None or made.name not in ("sum", "cumsum") or call.name != "log":
+        call.unfit()
+    inner, dim = made.made_by(made.tensor(0)), made.argument(1, "dim")
+    if inner is None or inner.name != "exp":
+        call.unfit()
+    z = inner.tensor(0)
+    if made.name == "cumsum":
+        value, written = torch.logcumsumexp(z, dim), f"torch.logcumsumexp(z, {dim})"
+    elif dim is None:
+        value, written = torch.logsumexp(z.flatten(), 0), "torch.logsumexp(z.flatten(), 0)"
+    else:
+        keepdim = bool(made.argument(2, "keepdim", False))
+        value = torch.logsumexp(z, dim, keepdim)
+        written = f"torch.logsumexp(z, {dim}{', keepdim=True' if keepdim else ''})"
+    return Repaired(value, Words(whole=written, after=f"where {{0}} is the {made.name} of torch.exp(z)"))
+
+
 def log_of_one_minus_sigmoid(call: Call) -> Repaired:
     """log(1 - sigmoid(z)) in one."""
     made = call.made_by(call.tensor(0))
@@ -219,6 +239,7 @@ _EDGES = "outside_domain boundary_of_domain gradient_at_domain_boundary log_of_z
 REMEDIES: tuple[Remedy, ...] = (
     remedy("log_of_zero unselected_branch", "log", log_softmax, needs="softmax sigmoid"),
     remedy("log_of_zero unselected_branch", "log", log_of_one_minus_sigmoid, needs="sigmoid sub rsub"),
+    remedy("log_of_zero", "log", log_of_sum_of_exponentials, needs="sum cumsum exp"),
     remedy("log_of_zero log_of_negative determinant_not_positive", "log", slogdet_in_log, needs="det"),
     remedy(
         "log_of_zero unselected_branch",

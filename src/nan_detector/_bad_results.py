@@ -178,6 +178,8 @@ def _also_born(
     out: Tensor,
 ) -> Gen | None:
     """In a pointwise operation: bad elements whose own operands are all finite are a birth of their own."""
+    if out.numel() == 1:  # its only element has a bad operand: that of `carried`
+        return None
     mask = _finite.bad_mask(out)
     try:
         for i in carried:

@@ -33,6 +33,7 @@ __all__ = [
     "bad_rows",
     "checkable",
     "first_bad_index",
+    "in_range",
     "is_finite",
     "norms",
     "pack",
@@ -63,34 +64,32 @@ def checkable(t: Tensor) -> bool:
         return readable(local_part(t))
 
 
-def is_finite(t: Tensor, summed: bool = False) -> bool:
+def is_finite(t: Tensor) -> bool:
     """Whether `t` holds no NaN, inf or -inf: exact, and one read to the host where all is well.
 
     True where it is not `checkable`.
-
-    Args:
-        t: Any tensor.
-        summed: Its sum is known not to be finite, and need not be asked for again.
     """
     with quiet():
         t = local_part(t)
         if type(t) in PLAIN:
-            return _is_finite(t, summed)
+            return _is_finite(t)
         try:
-            return _is_finite(t, summed)
+            return _is_finite(t)
         except (RuntimeError, TypeError):  # a tensor-like of another library that cannot sum: not for us to judge
             return True
 
 
-def _is_finite(t: Tensor, summed: bool = False) -> bool:
+def _is_finite(t: Tensor) -> bool:
     v = real_values(t)
     if v is None or v.numel() == 0:
         return True
-    if not summed:
-        # A sum misses no NaN or Inf, and is cheap; halves would overflow in it early.
-        total = v.sum(dtype=torch.float32) if v.dtype in HALF else v.sum()
-        if math.isfinite(total.item()):
-            return True
+    # A sum misses no NaN or Inf, and is cheap; halves would overflow in it early.
+    total = v.sum(dtype=torch.float32) if v.dtype in HALF else v.sum()
+    return math.isfinite(total.item()) or in_range(v)
+
+
+def in_range(v: Tensor) -> bool:
+    """`is_finite` of a plain, dense, real floating tensor with elements, whose sum does not tell."""
     low, high = torch.aminmax(v)  # NaN wins in both
     return math.isfinite(low.item()) and math.isfinite(high.item())
 

@@ -12,7 +12,7 @@ from nan_detector import _finite
 from nan_detector._lineage import OpRecord
 from nan_detector._opinfo import OpInfo
 from nan_detector._trace import GuiltyInput
-from nan_detector._values import local_part, readable
+from nan_detector._values import PLAIN, local_part, readable
 
 Tensor = torch.Tensor
 
@@ -90,9 +90,9 @@ def finite_fast(t: Tensor) -> bool:
     total = _sum(t, dtype=torch.float32) if t.dtype in _HALF else _sum(t)
     if math.isfinite(total.item()):
         return True
-    if t.numel() == 1:
-        return False  # it is the sum
-    return _finite.is_finite(t, summed=True)
+    if type(t) not in PLAIN:
+        return _finite.is_finite(t)
+    return t.numel() > 1 and _finite.in_range(t)  # of one number it was the sum
 
 
 def is_dense(t: Tensor) -> bool:

@@ -38,14 +38,20 @@ class Tree:
     def __init__(self, module: ast.Module) -> None:
         self._module = module
         self._lines: dict[int, list[ast.AST]] = {}
+        self._ranges: dict[int, dict[Range, ast.AST]] = {}  # by the line on which a range begins
 
     def at(self, where: Range) -> ast.AST | None:
         """The operation with exactly that range."""
-        found = None
-        for node in self._on(where[0]):
-            if isinstance(node, _OPERATIONS) and where in (range_of(node), _moved(node)):
-                found = node
-        return found
+        known = self._ranges.get(where[0])
+        if known is None:
+            known = self._ranges[where[0]] = {}
+            for node in self._on(where[0]):
+                if isinstance(node, _OPERATIONS):
+                    known[range_of(node)] = node
+                    moved = _moved(node)
+                    if moved is not None:
+                        known[moved] = node
+        return known.get(where)
 
     def beginning_on(self, line: int) -> list[ast.AST]:
         """The operations that begin on a line."""

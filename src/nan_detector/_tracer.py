@@ -424,9 +424,9 @@ class OpTracer(TorchDispatchMode):
 
     def ancestry(self, t: Tensor) -> Line:
         """Births that the non-finite values of `t` descend from; empty where `t` is finite."""
-        if not _finite.checkable(t) or _finite.is_finite(t):
-            return EMPTY
-        return self.lineage.of(t)
+        line = self.lineage.of(t)
+        # Asked first: most gradients descend from none, and need not be read.
+        return EMPTY if not line or not _finite.checkable(t) or _finite.is_finite(t) else line
 
 
 def _nowhere() -> None:  # its code is never on the stack: a barrier that is never met

@@ -165,3 +165,19 @@ def test_of_a_weight_and_its_bias_the_one_with_more_bad_values_is_named() -> Non
                 getattr(model.fc, name).fill_(math.nan)
         event = train(model, [faults.ones()], lambda m, x: m(x).sum()).event
         assert event is not None and event.tensor_name == f"fc.{bad[0]}"
+
+
+def test_what_else_the_note_says_is_still_shown() -> None:
+    from nan_detector._diagnosis.facts import underflowed
+    from nan_detector._hit import _shown
+    from nan_detector._trace import UNDERFLOWED, Birth
+
+    told = f"{UNDERFLOWED} pow made 0 of 1.00e-27 in float32"
+    assert (
+        _shown(told) == ()
+        and _shown(f"{told}; and more") == ("and more",)
+        and _shown("the number inf; x") == ("the number inf; x",)
+    )
+    birth = Birth(0, "operation", "div", "aten.div.Tensor", "loss", note=f"{told}; and more")
+    assert underflowed(birth) == "pow made 0 of 1.00e-27 in float32"
+    assert underflowed(Birth(0, "operation", "div", "aten.div.Tensor", "loss", note="and more")) == ""

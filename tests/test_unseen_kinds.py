@@ -138,7 +138,7 @@ def neighbours(model: nn.Module, x: Tensor) -> Tensor:
     ("loss_of", "tried"),
     [
         (angle, "model(x) / torch.where(torch.sin(theta) == 0, 1.0, torch.sin(theta))"),
-        (determinant, "1.0 / torch.where((a * b) == 0, 1.0, (a * b))"),
+        (determinant, "1.0 / torch.where((a * b) == 0, 1.0, a * b)"),
         (annealed, "/ max(tau, 0.01)"),
         (neighbours, "model(x) / deg.clamp_min(1)"),
     ],

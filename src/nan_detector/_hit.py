@@ -355,8 +355,15 @@ def complete(
         loss_terms=finding.loss_terms,
         first_use=birth.first_use,
         bad_buffers=finding.bad_buffers,
-        notes=(*event.notes, *notes, *((birth.note,) if birth.note and UNDERFLOWED not in birth.note else ())),
+        notes=(*event.notes, *notes, *_shown(birth.note)),
     )
+
+
+def _shown(note: str) -> tuple[str, ...]:
+    """What a birth's note says for a person: what underflowed is told with the cause."""
+    told, _, rest = note.partition("; ")
+    said = rest if told.startswith(UNDERFLOWED) else note
+    return (said,) if said else ()
 
 
 def _input_stats(inputs: tuple[GuiltyInput, ...], birth: Birth) -> tuple[TensorStats, ...]:

@@ -17,12 +17,13 @@ from nan_detector._diagnosis.facts import (
     operand,
     scalar,
     source_text,
+    underflowed,
     user_written,
     whole_operand,
 )
 from nan_detector._diagnosis.numbers import number, share
 from nan_detector._records import Cause, TensorStats
-from nan_detector._trace import UNDERFLOWED, Birth, Trace
+from nan_detector._trace import Birth, Trace
 
 #: Which operand is divided by.
 _DENOMINATOR = {"div": 1, "reciprocal": 0, "rsqrt": 0, "addcdiv": 2, "fmod": 1, "remainder": 1}
@@ -114,8 +115,7 @@ def underflow_to_zero(birth: Birth, trace: Trace) -> Cause | None:
     if not user_written(birth, "div", "reciprocal", "rsqrt") or not zero_denominator(birth):
         return None
     index = _DENOMINATOR[op]
-    if birth.note.startswith(UNDERFLOWED):
-        said = birth.note.removeprefix(UNDERFLOWED).strip()
+    if said := underflowed(birth):
         return cause("underflow_to_zero", f"{_zeros(birth, op)}: {said}.")
     below = whole_operand(birth, index)
     above = whole_operand(birth, 0) if index == 1 else None

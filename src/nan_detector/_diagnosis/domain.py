@@ -15,13 +15,14 @@ from nan_detector._diagnosis.facts import (
     mentions,
     op_of,
     operand,
+    underflowed,
     user_written,
     whole_operand,
 )
 from nan_detector._diagnosis.numbers import against, number, share
 from nan_detector._diagnosis.reach import power
 from nan_detector._records import Cause, TensorStats
-from nan_detector._trace import UNDERFLOWED, Birth, Trace
+from nan_detector._trace import Birth, Trace
 
 #: Logarithms: which operand is the argument, the edges where it is infinite, and the formula.
 _LOGS: dict[str, tuple[int, tuple[float, ...]]] = {
@@ -106,8 +107,8 @@ def log_of_zero(birth: Birth, trace: Trace) -> Cause | None:
     underflow = ""
     if edge == 0 and least is not None and floor is not None and least < floor.smallest_normal:
         underflow = f"Others are next to it (least non-zero {number(least)}): the zeros are underflowed small values."
-    elif edge == 0 and birth.note.startswith(UNDERFLOWED):
-        underflow = f"The zeros are underflowed small values: {birth.note.removeprefix(UNDERFLOWED).strip()}."
+    elif edge == 0 and (said := underflowed(birth)):
+        underflow = f"The zeros are underflowed small values: {said}."
     return cause("log_of_zero", f"{count} exactly {edge:g}.", underflow, fix=_log_fix(birth, stats.dtype))
 
 
@@ -130,7 +131,7 @@ def _log_fix(birth: Birth, dtype: str) -> str:
         if op == "log":
             return "keep the distribution away from its edge: log_std.clamp(-20, 2).exp(), or F.softplus(s) + 1e-4"
         return "keep the value inside the support: value.clamp(1e-6, 1 - 1e-6)"
-    if f"{UNDERFLOWED} exp of" in birth.note:
+    if underflowed(birth).startswith("exp of"):
         return f"torch.logsumexp(z, dim) for torch.{op}(torch.exp(z).sum(dim)): stay in log space"
     if mentions(birth, "sigmoid"):
         return "F.logsigmoid(z), or F.binary_cross_entropy_with_logits(z, y) for the whole loss"

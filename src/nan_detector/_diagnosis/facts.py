@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from nan_detector._records import Cause, TensorStats
-from nan_detector._trace import Birth, BirthKind, GuiltyInput, Trace
+from nan_detector._trace import UNDERFLOWED, Birth, BirthKind, GuiltyInput, Trace
 
 Rule = Callable[[Birth, Trace], "Cause | None"]
 
@@ -213,6 +213,12 @@ def largest(stats: TensorStats | None) -> float | None:
     if stats is None or stats.min is None or stats.max is None:
         return None
     return max(abs(stats.min), abs(stats.max))
+
+
+def underflowed(birth: Birth) -> str:
+    """Which operation made the 0 of something else, as the tracer has found it: "pow made 0 of 8.76e-27 in float32"."""
+    found, _, _ = birth.note.partition(";")
+    return found.removeprefix(UNDERFLOWED).strip() if found.startswith(UNDERFLOWED) else ""
 
 
 def source_text(birth: Birth) -> str:

@@ -247,8 +247,9 @@ class NaNDetector:
         """Compare each gradient's L2 norm with `grad_norm_warn` now; the gate does so by itself before each step.
 
         Returns:
-            True when a norm is above it. `grad_events` has the gradients, once a step; the logger tells the first step
-            of them, each that is ten times larger than what it has told, and at the end how many there were.
+            True when a norm is above it and this call is the first in the step to see it: `grad_events` has the
+            gradients then. The logger tells the first step of them, each that is ten times larger than what it has
+            told, and at the end how many there were.
         """
         engine = self._engine
         return bool(engine is not None and not is_replaying() and engine.check_grad_norms())

@@ -303,7 +303,7 @@ class Judge:
         return None
 
     def check_grad_norms(self, current: Session) -> bool:
-        """Look at the gradient norms now. True when one is above the threshold."""
+        """Look at the gradient norms now. True when a warning was recorded in this call."""
         pairs = list(parameters_with_gradients(self.run.names))
         if not pairs:
             return False
@@ -315,15 +315,15 @@ class Judge:
         return self.warn_of_norms(reading, [n for n, _ in pairs])
 
     def warn_of_norms(self, reading: Reading, names: list[str]) -> bool:
-        """Warn of gradients whose norm is above the threshold, once a step. True when one is."""
+        """Warn of gradients whose norm is above the threshold, once a step. True when one was."""
         step, threshold = self.run.step, self.run.config.grad_norm_warn
-        if reading.largest is None or not reading.largest > threshold:
+        if reading.largest is None or not reading.largest > threshold or self._warned_step == step:
             return False
         with quiet():
             each = reading.norms.tolist()
         large = [(n, norm) for n, norm in zip(names, each, strict=True) if norm > threshold and norm != float("inf")]
-        if not large or self._warned_step == step:
-            return bool(large)
+        if not large:
+            return False
         self._warned_step = step
         events = [GradEvent(step, name.rpartition(".")[0], name.rpartition(".")[2], n, threshold) for name, n in large]
         name, most = max(large, key=lambda pair: pair[1])

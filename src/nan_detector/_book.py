@@ -87,19 +87,23 @@ class Book:
                 self.dropped += 1
 
     def located(self, event: NaNEvent) -> None:
-        """Write down what is known already, while the search goes on: the event stays provisional."""
-        self._replace(dataclasses.replace(event, status="provisional"))
+        """Write down what is known already, while the search goes on: the event stays provisional.
 
-    def _replace(self, event: NaNEvent) -> None:
+        It outlives the process. The disk is waited for with the first line of the event and with its last: that the
+        machine itself fails in the seconds between them would cost the place, and waiting costs every event a step.
+        """
+        self._replace(dataclasses.replace(event, status="provisional"), sync=False)
+
+    def _replace(self, event: NaNEvent, *, sync: bool) -> None:
         with self._lock:
-            self.write(event, sync=True)
+            self.write(event, sync=sync)
             for i, known in enumerate(self.events):
                 if known.event_id == event.event_id:
                     self.events[i] = event
 
     def final(self, event: NaNEvent) -> None:
         """Replace the provisional event by what was found, and tell."""
-        self._replace(event)
+        self._replace(event, sync=True)
         self._write_rows()
         try:
             self._show(event)

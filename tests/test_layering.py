@@ -159,6 +159,7 @@ TABLE = (
             "_skip",
             "_state",
             "_stepped",
+            "_entries",
             "_tape",
             "_tracer",
             "_trial_changes",

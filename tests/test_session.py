@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from nan_detector._entries import Made, Outside
 from nan_detector._rng import restore_rng, rng_state
 from nan_detector._session import Session
-from nan_detector._tape import Made, Outside
 from nan_detector._written_weights import parameter_behind, weights_behind
 
 Tensor = torch.Tensor

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from nan_detector._entries import Entry, Made, Outside, Packed, tensors_in, tokens_in
 from nan_detector._errors import ReplayRefused
-from nan_detector._tape import ALWAYS_HELD, Entry, Made, Outside, Packed, Tape, tensors_in, tokens_in
+from nan_detector._tape import ALWAYS_HELD, Tape
 
 Tensor = torch.Tensor
 LARGE = ALWAYS_HELD  # floats: four times the bytes that are always kept

@@ -15,13 +15,13 @@ import torch
 from nan_detector import _finite
 from nan_detector._call_site import CallSite
 from nan_detector._change import Change
+from nan_detector._entries import Entry, Made, Outside, tensors_in, tokens_in
 from nan_detector._errors import ReplayRefused
 from nan_detector._naming import Names
 from nan_detector._quiet import quiet
 from nan_detector._replay import Replayed, Step
 from nan_detector._run_step import Call, WholeStep
 from nan_detector._state import logger, strict
-from nan_detector._tape import Entry, Made, Outside, tensors_in, tokens_in
 
 Tensor = torch.Tensor
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from nan_detector._entries import Entry, Made, Outside
 from nan_detector._errors import ReplayRefused
 from nan_detector._lineage import key_of
 from nan_detector._opinfo import info_of
 from nan_detector._quiet import quiet
-from nan_detector._tape import Entry, Made, Outside
 from nan_detector._tracer import OpTracer
 
 Tensor = torch.Tensor

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from nan_detector import _finite, _warned_at
 from nan_detector._calls import CallKind, kind_of, public_name
+from nan_detector._entries import tensors_in
 from nan_detector._errors import NonFiniteError
 from nan_detector._gate import Suspicion
 from nan_detector._hit import Finding, complete, new_event
@@ -31,7 +32,6 @@ from nan_detector._origin import trace_of_line
 from nan_detector._quiet import quiet
 from nan_detector._source import argument_text, here
 from nan_detector._state import is_replaying, switched_off
-from nan_detector._tape import tensors_in
 from nan_detector._trace import BirthKind
 from nan_detector._tracer import OpTracer
 

@@ -15,6 +15,7 @@ from nan_detector._book import Book
 from nan_detector._config import Config, Policy, Protect, Watch
 from nan_detector._contained import Contained
 from nan_detector._damage import LastStep
+from nan_detector._entries import Entry
 from nan_detector._errors import NonFiniteError
 from nan_detector._glance import Glance
 from nan_detector._hazards import Hazards, Judged
@@ -34,7 +35,6 @@ from nan_detector._source import Mark, here
 from nan_detector._state import is_replaying
 from nan_detector._stepped import Stepped
 from nan_detector._summary import headline
-from nan_detector._tape import Entry
 from nan_detector._watchers import LayerWatch, OpWatch, StepWatch
 from nan_detector._zeroing import EMPTY
 

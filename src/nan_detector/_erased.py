@@ -9,12 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nan_detector import _finite
+from nan_detector._entries import Entry
 from nan_detector._hit import Finding
 from nan_detector._lineage import Gen
 from nan_detector._origin import birth_of, sites
 from nan_detector._quiet import quiet
 from nan_detector._replay import Replayed
-from nan_detector._tape import Entry, Tape
+from nan_detector._tape import Tape
 from nan_detector._trace import BirthKind, Trace
 
 #: What is seen of such a step.

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from nan_detector._entries import tensors_in
 from nan_detector._naming import Names
 from nan_detector._quiet import quiet
-from nan_detector._tape import tensors_in
 from nan_detector._values import has_values
 
 Tensor = torch.Tensor

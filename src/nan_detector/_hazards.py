@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nan_detector._entries import Entry, Outside, tokens_in
 from nan_detector._errors import ReplayRefused
 from nan_detector._hazard_edges import Near, Observer
 from nan_detector._hit import one_at_a_time, relevant_entries
@@ -23,7 +24,7 @@ from nan_detector._run import Run
 from nan_detector._run_step import Call, WholeStep
 from nan_detector._session import Session
 from nan_detector._state import logger, strict
-from nan_detector._tape import Entry, Outside, Tape, tokens_in
+from nan_detector._tape import Tape
 from nan_detector._trace import Birth
 from nan_detector._watchers import StepWatch
 

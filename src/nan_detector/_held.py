@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from nan_detector._engine import Engine
+from nan_detector._entries import Entry, Outside, tensors_in, tokens_in
 from nan_detector._quiet import quiet
 from nan_detector._session import Session
-from nan_detector._tape import Entry, Outside, tensors_in, tokens_in
 from nan_detector._watchers import LayerWatch
 
 Tensor = torch.Tensor

@@ -17,6 +17,7 @@ from nan_detector._again import Again
 from nan_detector._before import GRAD_NORM, LEARNING_RATE, LOSS
 from nan_detector._diagnosis import diagnose
 from nan_detector._diagnosis.facts import is_derivative
+from nan_detector._entries import Entry
 from nan_detector._errors import ReplayRefused
 from nan_detector._gate import Suspicion
 from nan_detector._lineage import EMPTY
@@ -30,7 +31,7 @@ from nan_detector._replay import Replayed, Step
 from nan_detector._run_step import Call
 from nan_detector._samples import sample_ids
 from nan_detector._state import logger, process_rank, strict
-from nan_detector._tape import Entry, Tape
+from nan_detector._tape import Tape
 from nan_detector._trace import UNDERFLOWED, Birth, BirthKind, GuiltyInput, Trace
 from nan_detector._verdict import verdict
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from nan_detector._aftermath import Aftermath, BadState
+from nan_detector._entries import Entry
 from nan_detector._erased import SYMPTOM, Erasures
 from nan_detector._errors import NonFiniteError
 from nan_detector._evaluation import Evaluation, Seen, bad_outputs
@@ -28,7 +29,6 @@ from nan_detector._run import Run
 from nan_detector._scaling import Skips, knows_scale, scale_in_use, skips_itself, still_scaled
 from nan_detector._session import Session
 from nan_detector._stepped import Stepped
-from nan_detector._tape import Entry
 from nan_detector._watchers import LayerWatch, StepWatch
 
 Tensor = torch.Tensor

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from nan_detector._config import Replay
 from nan_detector._diagnosis import diagnose
+from nan_detector._entries import Entry
 from nan_detector._hit import Finding, investigate
 from nan_detector._lineage import Line
 from nan_detector._origin import trace_of_line
@@ -18,7 +19,6 @@ from nan_detector._replay import Replayed
 from nan_detector._run import Run
 from nan_detector._session import Session
 from nan_detector._source import location_of
-from nan_detector._tape import Entry
 from nan_detector._trace import Birth, Trace
 from nan_detector._watchers import StepWatch
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from nan_detector._entries import Entry, Made, Outside, Packed
 from nan_detector._lineage import key_of
 from nan_detector._source import argument_text
-from nan_detector._tape import Entry, Made, Outside, Packed
 from nan_detector._trace import BirthKind
 
 Tensor = torch.Tensor

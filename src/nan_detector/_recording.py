@@ -10,11 +10,12 @@ import torch
 from nan_detector import _finite
 from nan_detector._calls import CallKind, kind_of, public_name
 from nan_detector._calls import kinds as _kinds
+from nan_detector._entries import Entry, Made, Outside, autocast_state, tensors_in, tokens_in
 from nan_detector._quiet import hidden, quiet
 from nan_detector._rng import rng_state
 from nan_detector._source import Mark, here, here_and_module
 from nan_detector._state import is_replaying
-from nan_detector._tape import Entry, Made, Outside, Tensor, autocast_state, tensors_in, tokens_in
+from nan_detector._tape import Tensor
 from nan_detector._written_weights import parameter_behind, weights_behind
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from nan_detector import _finite
 from nan_detector._call_site import CallSite
 from nan_detector._calls import CallKind, kind_of
 from nan_detector._change import Change
+from nan_detector._entries import tensors_in
 from nan_detector._lineage import OpRecord
 from nan_detector._quiet import quiet
 from nan_detector._remedies.call import Call, Unfit, Words, name_of, writes_in_place
@@ -21,7 +22,6 @@ from nan_detector._remedies.registry import Remedy
 from nan_detector._remedies.span import widened
 from nan_detector._replay import Step, _ApiNames, make_call
 from nan_detector._source import here_until
-from nan_detector._tape import tensors_in
 from nan_detector._trace import Birth
 from nan_detector._tracer import OpTracer
 

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from nan_detector._call_site import Called, caller
 from nan_detector._calls import CallKind, kind_of, public_name
 from nan_detector._change import Change, Follower
+from nan_detector._entries import Entry, Made, Outside, Packed, tensors_in, tokens_in
 from nan_detector._errors import ReplayRefused
 from nan_detector._lineage import Line, key_of
 from nan_detector._loss_terms import Sums
@@ -28,7 +29,6 @@ from nan_detector._patches import ReplayEnds
 from nan_detector._quiet import quiet
 from nan_detector._rng import restore_rng, rng_state
 from nan_detector._state import replaying
-from nan_detector._tape import Entry, Made, Outside, Packed, tensors_in, tokens_in
 from nan_detector._trace import BirthKind
 from nan_detector._tracer import OpTracer
 

@@ -11,6 +11,7 @@ from nan_detector._aftermath import Aftermath, BadState, Damage
 from nan_detector._before import LEARNING_RATE, before_sentences
 from nan_detector._capsule.write import Capsules
 from nan_detector._config import Policy, Replay, policy_named
+from nan_detector._entries import Entry
 from nan_detector._erased import erased
 from nan_detector._errors import NonFiniteError
 from nan_detector._gate import Suspicion
@@ -39,7 +40,6 @@ from nan_detector._session import Session, session
 from nan_detector._state import logger, strict
 from nan_detector._step_trials import with_step_trials
 from nan_detector._summary import headline, story
-from nan_detector._tape import Entry
 from nan_detector._trace import BirthKind
 from nan_detector._trials import with_trials
 from nan_detector._watchers import StepWatch

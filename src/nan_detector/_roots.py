@@ -15,6 +15,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from nan_detector._contained import Contained
+from nan_detector._entries import Entry, Outside, autocast_state, tokens_in
 from nan_detector._errors import NonFiniteError
 from nan_detector._moment import Habits, Moment
 from nan_detector._patched_compile import see_compiled
@@ -23,7 +24,6 @@ from nan_detector._rng import rng_state
 from nan_detector._session import Session, session, sessions
 from nan_detector._source import here
 from nan_detector._state import local, pickled_hook
-from nan_detector._tape import Entry, Outside, autocast_state, tokens_in
 
 _clock = time.perf_counter
 _compiling = torch.compiler.is_compiling

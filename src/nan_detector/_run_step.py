@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nan_detector._calls import CallKind, kind_of
+from nan_detector._entries import Entry, Outside, Packed, autocast_state, tensors_in, tokens_in
 from nan_detector._errors import ReplayRefused
 from nan_detector._lineage import key_of
 from nan_detector._moment import Habits, Moment
@@ -25,7 +26,7 @@ from nan_detector._quiet import hidden, quiet
 from nan_detector._replay import Step, make_call, modes_of, same_values
 from nan_detector._session import Session
 from nan_detector._state import replay_may_step
-from nan_detector._tape import Entry, Outside, Packed, Tape, Tensor, autocast_state, tensors_in, tokens_in
+from nan_detector._tape import Tape, Tensor
 from nan_detector._trace import BirthKind
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from nan_detector._entries import Entry, Made, Outside, Packed
 from nan_detector._naming import Names
 from nan_detector._quiet import quiet
-from nan_detector._tape import Entry, Made, Outside, Packed
 
 #: Last word of a key under which a data set puts what tells its samples apart.
 _WORDS = frozenset(

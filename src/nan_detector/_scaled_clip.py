@@ -14,10 +14,11 @@ from typing import Any
 
 from nan_detector._before import number
 from nan_detector._calls import public_name
+from nan_detector._entries import Entry, Made, tokens_in
 from nan_detector._records import Location
 from nan_detector._run import Run
 from nan_detector._source import location_of
-from nan_detector._tape import Entry, Made, Tape, tokens_in
+from nan_detector._tape import Tape
 
 #: Views of a gradient that are still that gradient.
 _ALIASES = ("data", "detach", "view", "reshape", "flatten")

@@ -16,9 +16,9 @@ import torch
 from nan_detector import _finite
 from nan_detector._calls import CallKind, kind_of
 from nan_detector._change import Change, mapped
+from nan_detector._entries import Entry, Made, Outside
 from nan_detector._lineage import key_of
 from nan_detector._naming import Names
-from nan_detector._tape import Entry, Made, Outside
 from nan_detector._trial_facts import Batch, is_of_batch
 
 Tensor = torch.Tensor

@@ -11,10 +11,11 @@ import torch
 
 from nan_detector._again import Again
 from nan_detector._change import Change
+from nan_detector._entries import Entry, Made, Outside, tokens_in
 from nan_detector._lineage import key_of
 from nan_detector._naming import Names
 from nan_detector._quiet import quiet
-from nan_detector._tape import Entry, Made, Outside, Tape, tokens_in
+from nan_detector._tape import Tape
 from nan_detector._trial_plan import Facts
 
 Tensor = torch.Tensor

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from nan_detector._entries import Made, Outside, tensors_in
 from nan_detector._lineage import key_of
-from nan_detector._tape import Made, Outside, Tape, tensors_in
+from nan_detector._tape import Tape
 
 Tensor = torch.Tensor
 

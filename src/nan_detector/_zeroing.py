@@ -13,7 +13,8 @@ import torch
 
 from nan_detector._calls import public_name
 from nan_detector._diagnosis.loop import NOT_ZEROED
-from nan_detector._tape import Entry, Tape
+from nan_detector._entries import Entry
+from nan_detector._tape import Tape
 
 #: Times that the gradient of a parameter must have been added to, to say that nobody zeroes it.
 ADDED = 3

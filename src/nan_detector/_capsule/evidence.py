@@ -14,11 +14,11 @@ import torch
 
 from nan_detector import _finite
 from nan_detector._capsule.layout import MAX_REPRO_BYTES
+from nan_detector._entries import Entry, tensors_in
 from nan_detector._lineage import Gen, OpRecord
 from nan_detector._opinfo import OpInfo
 from nan_detector._quiet import quiet
 from nan_detector._records import TensorStats
-from nan_detector._tape import Entry, tensors_in
 
 Tensor = torch.Tensor
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from nan_detector._capsule.layout import MAX_DEPTH
+from nan_detector._entries import Packed
 from nan_detector._errors import CapsuleError
-from nan_detector._tape import Packed
 
 #: Key of an object that stands for a value which JSON has no form for.
 KIND = "$"

@@ -18,13 +18,14 @@ from nan_detector._capsule.functions import function_named
 from nan_detector._capsule.plain import decoded
 from nan_detector._capsule.state import modules_by_path
 from nan_detector._capsule.tensors import Reader, device_or_cpu
+from nan_detector._entries import AUTOCAST_KEYS, Entry, Made, Outside
 from nan_detector._errors import CapsuleError
 from nan_detector._moment import Moment
 from nan_detector._naming import Names
 from nan_detector._records import Location
 from nan_detector._schema import mismatch
 from nan_detector._source import Mark
-from nan_detector._tape import AUTOCAST_KEYS, Entry, Made, Outside, Tape
+from nan_detector._tape import Tape
 from nan_detector._trace import BirthKind
 
 Tensor = torch.Tensor

@@ -11,11 +11,11 @@ import torch
 from nan_detector._capsule.functions import name_of
 from nan_detector._capsule.plain import KIND, encoded
 from nan_detector._capsule.tensors import Writer
+from nan_detector._entries import Entry, Made, Outside, tokens_in
 from nan_detector._moment import Moment
 from nan_detector._naming import Names
 from nan_detector._records import encode
 from nan_detector._source import Mark, call_expression, location_of
-from nan_detector._tape import Entry, Made, Outside, tokens_in
 
 Tensor = torch.Tensor
 

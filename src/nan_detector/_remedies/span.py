@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from nan_detector._entries import tensors_in
 from nan_detector._remedies.call import HALF, Call, Repaired, Words, eps_of, number
 from nan_detector._remedies.guards import bounded, finite_in
 from nan_detector._remedies.registry import Remedy, remedy
-from nan_detector._tape import tensors_in
 
 Tensor = torch.Tensor
 

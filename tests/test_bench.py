@@ -11,10 +11,10 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,12 +133,35 @@ def test_the_time_is_that_of_the_steps() -> None:
     assert 0.01 <= block.mean_s < 0.05 and 0.0099 <= block.forward_s <= block.mean_s
 
 
-def test_no_round_begins_after_the_budget_but_the_least() -> None:
+@pytest.mark.parametrize(
+    ("seconds", "rounds"),
+    [
+        (1.0, 6),  # a block has three steps: the sixth round ends at 18
+        (2.5, 3),  # the third ends at 22.5
+        (9.0, 3),  # the second ends at 54, and 64 s are waited for at most
+        (11.0, 2),  # the second ends at 66
+        (30.0, 1),
+    ],
+)
+def test_no_round_begins_after_the_budget_but_the_least_if_they_are_not_too_long(
+    seconds: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("nan_detector._bench.timing.time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def step() -> float:
+        now[0] += seconds
+        return now[0]
+
     done: list[tuple[int, int]] = []
     in_turns(
-        [contestant("a", [])], rounds=9, budget_s=0.0, least=3, on_round=lambda done_, of: done.append((done_, of))
+        [Contestant("a", lambda: nullcontext(step), steps=2, warm=1)],
+        rounds=9,
+        budget_s=16.0,
+        least=3,
+        on_round=lambda number, of: done.append((number, of)),
     )
-    assert done == [(1, 9), (2, 9), (3, 9)]
+    assert done == [(i, 9) for i in range(1, rounds + 1)]
 
 
 def test_threads_are_put_back() -> None:
@@ -280,7 +303,7 @@ def test_the_answer_is_timed_and_right() -> None:
 
 def test_growth_is_fitted_over_all_rounds() -> None:
     axis = growth.AXES[0]
-    found = growth.grown(axis, budget_s=0.0, sizes=(1, 2, 4), least=2)
+    found = growth.grown(axis, budget_s=60.0, sizes=(1, 2, 4), rounds=2)
     assert found.sizes == (1, 2, 4) and len(found.ratios) == len(found.added_us) == 3
     assert found.cost.count == found.share.count == 6
     assert found.added_us[0].median > 0.0

@@ -12,7 +12,7 @@ import torch
 
 from nan_detector._patched import compiling, to_undo, watchers
 from nan_detector._patched_apply import FUNCTION_APPLY
-from nan_detector._session import all_sessions, session
+from nan_detector._session import all_sessions, session, sessions
 from nan_detector._state import is_replaying
 
 
@@ -39,7 +39,9 @@ def wrap_compiled_calls() -> None:
         return guards()
 
     def callback_from_stance(callback: Any) -> Any:
-        current = session()
+        current = sessions.current or session()
+        if callback is None and not current.aside:  # as around an optimizer's step, in every step
+            return original(callback)
         aside, current.aside = current.aside, []
         if callback is None or is_replaying():
             for live in reversed(aside):
@@ -51,7 +53,8 @@ def wrap_compiled_calls() -> None:
         return original(callback)
 
     def maybe_set_eval_frame(callback: Any) -> Any:
-        inside = session().compiled
+        current = sessions.current
+        inside = current.compiled if current is not None else None
         if not inside or inside[-1][0] is not sys._getframe(1):
             return set_frame(callback)
         if not inside[-1][2]:

@@ -19,7 +19,8 @@ from nan_detector._entries import Entry, Made, Outside, tensors_in, tokens_in
 from nan_detector._errors import ReplayRefused
 from nan_detector._naming import Names
 from nan_detector._quiet import quiet
-from nan_detector._replay import Replayed, Step
+from nan_detector._replay import Step
+from nan_detector._replayed import Replayed
 from nan_detector._run_step import Call, WholeStep
 from nan_detector._state import logger, strict
 
@@ -183,7 +184,7 @@ def _losses(step: Step) -> list[Tensor]:
                 continue
             scaled = token.entry.kind == "scale"
             values = (
-                list(tensors_in(step.decode(token.entry.args[0])))
+                list(tensors_in(step.arguments.decode(token.entry.args[0])))
                 if scaled and token.entry in step.results
                 else step.results.get(token.entry, [])
             )

@@ -14,7 +14,7 @@ from nan_detector._hit import Finding
 from nan_detector._lineage import Gen
 from nan_detector._origin import birth_of, sites
 from nan_detector._quiet import quiet
-from nan_detector._replay import Replayed
+from nan_detector._replayed import Replayed
 from nan_detector._tape import Tape
 from nan_detector._trace import BirthKind, Trace
 

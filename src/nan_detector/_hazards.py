@@ -19,7 +19,8 @@ from nan_detector._lineage import OpRecord
 from nan_detector._naming import Names
 from nan_detector._origin import _call, _layer, _location, _module_type, birth_of, silent_births, trace_of
 from nan_detector._records import Hazard, Phase
-from nan_detector._replay import Replayed, Step
+from nan_detector._replay import Step
+from nan_detector._replayed import Replayed
 from nan_detector._run import Run
 from nan_detector._run_step import Call, WholeStep
 from nan_detector._session import Session

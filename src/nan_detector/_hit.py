@@ -27,7 +27,8 @@ from nan_detector._origin import birth_of, silent_births, trace_of, trace_of_lin
 from nan_detector._quiet import quiet
 from nan_detector._records import Cause, LossTerm, NaNEvent, Phase, Reproduced, Severity, TensorStats
 from nan_detector._repair import site_of
-from nan_detector._replay import Replayed, Step
+from nan_detector._replay import Step
+from nan_detector._replayed import Replayed
 from nan_detector._run_step import Call
 from nan_detector._samples import sample_ids
 from nan_detector._state import logger, process_rank, strict

@@ -15,7 +15,7 @@ from nan_detector._origin import trace_of_line
 from nan_detector._quiet import quiet
 from nan_detector._recording import Look
 from nan_detector._records import Location
-from nan_detector._replay import Replayed
+from nan_detector._replayed import Replayed
 from nan_detector._run import Run
 from nan_detector._session import Session
 from nan_detector._source import location_of

@@ -8,7 +8,7 @@ from nan_detector import _finite
 from nan_detector._lineage import EMPTY, Gen, Line, OpRecord
 from nan_detector._quiet import quiet
 from nan_detector._records import Location, Site, TensorStats
-from nan_detector._replay import Replayed
+from nan_detector._replayed import Replayed
 from nan_detector._source import call_expression, location_of
 from nan_detector._trace import THROUGH_LOG_SOFTMAX, Birth, BirthKind, Trace
 from nan_detector._tracer import OpTracer, Tensor

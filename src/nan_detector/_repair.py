@@ -17,10 +17,11 @@ from nan_detector._change import Change
 from nan_detector._entries import tensors_in
 from nan_detector._lineage import OpRecord
 from nan_detector._quiet import quiet
+from nan_detector._remade import make_call
 from nan_detector._remedies.call import Call, Unfit, Words, name_of, writes_in_place
 from nan_detector._remedies.registry import Remedy
 from nan_detector._remedies.span import widened
-from nan_detector._replay import Step, _ApiNames, make_call
+from nan_detector._replay import Step
 from nan_detector._source import here_until
 from nan_detector._trace import Birth
 from nan_detector._tracer import OpTracer
@@ -186,7 +187,7 @@ class Repair(Change):
         def run(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != me or self._step is None:
                 return original(*args, **kwargs)
-            with _ApiNames(self._step):
+            with self._step.api_names():
                 return original(*args, **kwargs)
 
         torch.autograd.__dict__["_engine_run_backward"] = run

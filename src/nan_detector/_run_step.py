@@ -23,7 +23,8 @@ from nan_detector._op_values import set_version
 from nan_detector._patches import ReplayEnds
 from nan_detector._python_state import PythonState, is_iterator
 from nan_detector._quiet import hidden, quiet
-from nan_detector._replay import Step, make_call, modes_of, same_values
+from nan_detector._remade import make_call, modes_of
+from nan_detector._replay import Step, same_values
 from nan_detector._session import Session
 from nan_detector._state import replay_may_step
 from nan_detector._tape import Tape, Tensor
@@ -100,6 +101,7 @@ class WholeStep(Step):
     def __init__(self, call: Call, entries: list[Entry], *args: Any) -> None:
         super().__init__(entries, *args)
         self.call = call
+        self.aliases.on_alias = self._mirrored
 
     def values(self) -> tuple[Any, ...]:
         return self.call.function, self.call.args, self.call.kwargs
@@ -132,13 +134,14 @@ class WholeStep(Step):
         call, change = self.call, self.change
         if change is None:
             return call.args, call.kwargs
+        given = self.arguments.changed
         tape = Tape()
         tape.unbounded = True
         with quiet():
             args, kwargs = tape.encode(call.args), tape.encode(call.kwargs)
             tokens = list(tokens_in((args, kwargs)))
             values = {id(t): t.tensor for t in tokens if isinstance(t, Outside)}
-            changed = {i: self.changed(self.changed(t, change.outside), change.argument) for i, t in values.items()}
+            changed = {i: given(given(t, change.outside), change.argument) for i, t in values.items()}
         if all(changed[i] is t for i, t in values.items()):
             return call.args, call.kwargs
         return _filled(args, changed), _filled(kwargs, changed)
@@ -163,20 +166,16 @@ class WholeStep(Step):
             with quiet():
                 self.replayed.same = all(same_values(a, b) for a, b in zip(mine, theirs, strict=False))
 
-    def _alias(self, p: Tensor) -> Tensor:
-        known = id(p) in self.aliases
-        alias = super()._alias(p)
-        if not known:
-            # Code that took its parameters from elsewhere than the model (an optimizer's groups, a list) finds the
-            # replayed gradients on the parameters themselves; their own are put aside.
-            self._stashed[id(p)] = (p, p.grad)
-            p.grad = None
+    def _mirrored(self, p: Tensor, alias: Tensor) -> None:
+        # Code that took its parameters from elsewhere than the model (an optimizer's groups, a list) finds the replayed
+        # gradients on the parameters themselves; their own are put aside.
+        self._stashed[id(p)] = (p, p.grad)
+        p.grad = None
 
-            def mirror(a: Tensor) -> None:
-                p.grad = a.grad if a.grad is None or a.dtype == p.dtype else a.grad.to(p.dtype)
+        def mirror(a: Tensor) -> None:
+            p.grad = a.grad if a.grad is None or a.dtype == p.dtype else a.grad.to(p.dtype)
 
-            alias.register_post_accumulate_grad_hook(mirror)
-        return alias
+        alias.register_post_accumulate_grad_hook(mirror)
 
     def _is_own_optimizer(self, optimizer: Any) -> bool:
         """True for an optimizer of tensors that the step made itself (an inner loop): its steps belong to the step."""
@@ -197,7 +196,7 @@ class WholeStep(Step):
         with quiet():
             for t, version in self.call.versions:
                 token = self.outside.get(id(t))
-                if version < 0 or t._version == version or id(t) in self.aliases:
+                if version < 0 or t._version == version or id(t) in self.aliases.of:
                     continue
                 if token is not None and token.snapshot is not None and token.stands_for(t):
                     self._afterwards.append(partial(_put, t, t.detach().clone(), t._version))

@@ -1,0 +1,50 @@
+"""One recorded call, made again: the frame that bounds it, the modes it ran under, what cannot be used twice."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from nan_detector._entries import Entry
+from nan_detector._errors import ReplayRefused
+
+
+def make_call(func: Any, args: Any, kwargs: Any) -> Any:
+    """The barrier: frames outside this one are not the replayed call's."""
+    return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def modes_of(entry: Entry) -> Iterator[None]:
+    """Grad mode and autocast as they were when the call was recorded."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(entry.grad_enabled))
+        if entry.autocast is not None:
+            *regions, cache = entry.autocast
+            for device, enabled, dtype in regions:
+                if enabled:
+                    stack.enter_context(torch.autocast(device, dtype=dtype, cache_enabled=cache))
+        yield
+
+
+def eager_stance() -> Any:
+    """Compiled code must run eagerly under a dispatch mode, or it is compiled wrongly for ever after."""
+    set_stance = getattr(torch.compiler, "set_stance", None)
+    return set_stance("force_eager") if set_stance is not None else contextlib.nullcontext()
+
+
+def refuse_iterators(args: Any, kwargs: Any) -> None:
+    """Raise `ReplayRefused` where a model is given an iterator: the step has used it up."""
+    for name, value in [*enumerate(args), *kwargs.items()]:
+        if hasattr(value, "__next__"):
+            raise ReplayRefused(
+                f"argument {name!r} of the model is an iterator ({type(value).__name__}), which can be used only once"
+            )
+
+
+def has_hook(args: Any) -> bool:
+    """True where the arguments of a `register_hook` are a tensor and a hook that it has."""
+    return len(args) > 1 and any(hook is args[1] for hook in (args[0]._backward_hooks or {}).values())

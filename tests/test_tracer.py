@@ -229,7 +229,7 @@ def test_writes_into_foreign_memory_are_taken_back_with_their_versions() -> None
     versions = [t._version for t in (floats, whole, mask, stats)]
 
     tracer = OpTracer()
-    tracer.protected = lambda key: True
+    tracer.journal.protected = lambda key: True
     with tracer:
         view.mul_(5.0)
         floats.add_(1.0)
@@ -240,29 +240,29 @@ def test_writes_into_foreign_memory_are_taken_back_with_their_versions() -> None
         F.batch_norm(torch.rand(3, 2), stats, torch.ones(2), training=True)
         count.add_(1)
     assert floats.tolist() != [1.0] * 4
-    tracer.undo_writes()
+    tracer.journal.undo()
     assert floats.tolist() == [1.0] * 4 and whole.tolist() == [0] * 3 and mask.tolist() == [False] * 2
     assert stats.tolist() == [0.0, 0.0] and int(count) == 0
     assert [t._version for t in (floats, whole, mask, stats)] == versions
-    assert not tracer.journal
+    assert not tracer.journal.kept
 
 
 def test_memory_of_the_traces_own_is_not_copied() -> None:
     tracer = OpTracer()
-    tracer.protected = lambda key: True
+    tracer.journal.protected = lambda key: True
     with tracer:
         y = torch.ones(4) * 2
         y.add_(1.0)
-    assert not tracer.journal
+    assert not tracer.journal.kept
 
 
 def test_what_is_only_read_is_not_copied() -> None:
     a, b = torch.ones(4), torch.ones(4)
     tracer = OpTracer()
-    tracer.protected = lambda key: True
+    tracer.journal.protected = lambda key: True
     with tracer:
         a.add_(b)
-    assert len(tracer.journal) == 1
+    assert len(tracer.journal.kept) == 1
 
 
 def test_leaves_are_shown_once_they_take_part_also_through_a_view() -> None:

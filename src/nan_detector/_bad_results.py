@@ -64,10 +64,10 @@ def bad_result(
 ) -> None:
     values = before if info.mutates and before else ins
     shown = values if info.mutates else list(described((args, kwargs)))
-    carried = bad_before if info.mutates else tracer._bad_inputs(info, ins)
+    carried = bad_before if info.mutates else tracer.bad_inputs(info, ins)
     if not carried and not info.mutates:
         carried = _opaque_inputs(tracer, info, ins)
-    line = tracer._lines(carried)
+    line = tracer.lines(carried)
     scalars = [v for v in numbers_in((args, kwargs)) if not finite_number(v)]
     literal = literal_values(info, args, kwargs, scalars)
     out = bad[0]
@@ -198,13 +198,13 @@ def _opaque_inputs(tracer: OpTracer, info: OpInfo, ins: list[Tensor]) -> dict[in
         if not finite_fast(t):
             known = tracer.outside(t)
             kind = known[0] if known is not None else BirthKind.OPAQUE
-            record = tracer._placed(info, _current_node())
+            record = tracer.placed(info, _current_node())
             gen = Gen((RANK.get(kind, 2), tracer.operations), kind, False, record, name=known[1] if known else None)
             gen.output = _finite.stats(t)
             gen.guilty = gen.output.bad_count
             gen.first_bad, gen.rows = _finite.first_bad_index(t), _finite.bad_rows(t)
             gen.column = _finite.bad_column(t)
-            tracer._born(gen)
+            tracer.born(gen)
             line: Line = frozenset((gen,))
             tracer.lineage.mark(t, line)
             found[i] = line
@@ -219,7 +219,7 @@ def _made_nan_of_infinity(info: OpInfo, scalars: list[Any], values: list[Tensor]
 
 def _constant(tracer: OpTracer, record: OpRecord, scalars: list[Any]) -> Line:
     gen = Gen((2, tracer.operations), BirthKind.CONSTANT, False, record, note=f"the number {scalars[0]!r}")
-    tracer._born(gen)
+    tracer.born(gen)
     return frozenset((gen,))
 
 
@@ -248,9 +248,9 @@ def _birth(
             info.op not in _POLES or not any(g.whole.zero_count for g in gen.inputs)
         )
     if kind is BirthKind.OPERATION and any(g.whole.zero_count for g in gen.inputs):
-        gen.note = underflow(info.op, values, tracer._by_sequence)
+        gen.note = underflow(info.op, values, tracer.nodes.by_sequence)
     if not intended:
         stats = gen.output if gen.output is not None else _finite.stats(out)
         gen.only_negative = stats.nan_count == 0 and stats.posinf_count == 0
-    tracer._born(gen)
+    tracer.born(gen)
     return gen

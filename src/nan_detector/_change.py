@@ -111,7 +111,7 @@ class Follower(OpTracer):
                     self.on_leaf(t)
         if info.mutates:
             with torch._C.DisableTorchFunction():
-                self._journal_writes(info, args, kwargs)
+                self.journal.about_to_run(info, args, kwargs)
         out = func(*args, **kwargs)
         if not info.is_view:
             for t in _floating(out):

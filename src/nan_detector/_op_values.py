@@ -17,7 +17,6 @@ from nan_detector._values import PLAIN, local_part, readable
 Tensor = torch.Tensor
 
 _sum = torch.ops.aten.sum.default
-_sum_as = torch.ops.aten.sum.dim_IntList
 _HALF = (torch.float16, torch.bfloat16)
 _SUMMABLE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 

@@ -59,7 +59,7 @@ class Step:
         self.outside = {o.ident: o for o in outside}
         tracer = OpTracer if change is None else Follower
         self.tracer: OpTracer = tracer(barrier=make_call.__code__, outside=self._name_of, deadline=deadline)
-        self.tracer.protected = self._is_users_memory
+        self.tracer.journal.protected = self._is_users_memory
         self.tracer.on_leaf = self._stash
         self.replayed = Replayed(self.tracer)
         self.aliases = Aliases(names, self.outside, self.replayed.notes)
@@ -120,7 +120,7 @@ class Step:
                 self._collect()
         finally:
             with quiet():
-                self.tracer.undo_writes()
+                self.tracer.journal.undo()
                 for undo in self._afterwards:
                     undo()
             for leaf, grad in self._stashed.values():

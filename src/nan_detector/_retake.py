@@ -100,7 +100,7 @@ def twin_of_step(retake: Retake, adjust: Adjust | None = None) -> Twin:
 def stepping(retake: Retake, twin: Twin, tracer: OpTracer) -> Iterator[Callable[[], None]]:
     """What takes the copy's step under `tracer`. When this is left, all that was not the copy's is as it was."""
     optimizer, take = retake.optimizer, step_of(retake.optimizer)
-    tracer.protected = lambda key: key not in twin.own
+    tracer.journal.protected = lambda key: key not in twin.own
     torchs = type(optimizer).__module__.startswith("torch.optim.")
     snapshot = Snapshot([], [], () if torchs else (take, optimizer))
 
@@ -116,7 +116,7 @@ def stepping(retake: Retake, twin: Twin, tracer: OpTracer) -> Iterator[Callable[
         yield step
     finally:
         with quiet():
-            tracer.undo_writes()
+            tracer.journal.undo()
         snapshot.restore()
 
 

@@ -19,18 +19,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from nan_detector import _finite
 from nan_detector._bad_results import bad_result
+from nan_detector._brought_in import brought_in
 from nan_detector._call_site import Called
 from nan_detector._errors import ReplayRefused
-from nan_detector._lineage import EMPTY, RANK, Gen, Line, Lineage, OpRecord, key_of, memory_of
+from nan_detector._graph_nodes import GraphNodes
+from nan_detector._journal import Journal
+from nan_detector._kept_inputs import KeptInputs
+from nan_detector._lineage import EMPTY, Gen, Line, Lineage, OpRecord, key_of, memory_of
 from nan_detector._op_values import (
     finite_fast,
     finite_number,
     floats_in,
-    is_dense,
-    mask_like,
     plain_arguments,
-    set_version,
-    written_by,
 )
 from nan_detector._opinfo import OpInfo, info_of
 from nan_detector._quiet import quiet
@@ -41,19 +41,9 @@ Tensor = torch.Tensor
 
 #: Births whose inputs are described in full; later ones keep only their place.
 MAX_DESCRIBED = 40
-#: Inputs of forward operations kept for the description of a bad derivative, in bytes.
-KEEP_INPUT_BYTES = 64 * 2**20
-#: Largest tensor, in elements, that is copied before an operation overwrites it.
-MAX_COPIED = 1 << 20
-
-#: Nodes that one operation can have: one for each nested transform, and for each view of what it wrote.
-MAX_LEVELS = 16
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
-_sum = torch.ops.aten.sum.default
-_sum_as = torch.ops.aten.sum.dim_IntList
 _current_node = torch._C._current_autograd_node
-_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def _shown_to(modes: list[Any], func: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,24 +92,19 @@ class OpTracer(TorchDispatchMode):
         self.api: str | None = None
         self.api_inputs: Any = None  # arguments of that function
         self.called: Called | None = None
-        self.journal: dict[int, tuple[Tensor, Tensor, list[tuple[Tensor, int]]]] = {}
         self.on_leaf: Callable[[Tensor], None] | None = None  # told of each leaf that gradients could flow into
-        self.protected: Callable[[int], bool] = lambda key: False
         self.on_birth: Callable[[Gen], None] | None = None
         self.observer: Callable[..., None] | None = None  # shown each operation that gave finite values
-        # Of a live trace: bytes that may be kept beside what the program itself keeps.
-        self.room: Callable[[], int] | None = None
         self.evidence: Any = None  # keeps what shows the guilty operation alone, where a capsule is wanted
         self.last_scalar: Line = EMPTY
         self.on_scalar: Callable[[Line], None] | None = None
         self.leaves: dict[int, weakref.ref[Tensor]] = {}  # leaves that require grad, of a live trace
         self.transformed = False  # inside a transform of torch.func
-        self._by_sequence: dict[int, OpRecord] = {}
-        self._numbered = _sequence_number()
-        self._wrote: OpRecord | None = None  # the last operation, if it wrote in place
         self._made: set[int] = set()
+        self.journal = Journal(self._made)
+        self.nodes = GraphNodes()
+        self.kept = KeptInputs()
         self._checked: dict[int, Any] = {}
-        self._input_bytes = 0
         self.last: OpRecord | None = None
         self.paused = False  # every operation passes by
 
@@ -157,9 +142,9 @@ class OpTracer(TorchDispatchMode):
         before: list[Tensor] = []
         bad_before: dict[int, Line] = {}
         if info.mutates:
-            self._journal_writes(info, args, kwargs)
-            before = self._before(info, args, kwargs, ins)
-            bad_before = self._bad_inputs(info, ins)
+            self.journal.about_to_run(info, args, kwargs)
+            before = self.kept.before(info, args, kwargs, ins)
+            bad_before = self.bad_inputs(info, ins)
             if info.overwrites:
                 bad_before.pop(0, None)
         record = self._record(info, args, ins)
@@ -195,8 +180,8 @@ class OpTracer(TorchDispatchMode):
 
     def _record(self, info: OpInfo, args: tuple[Any, ...], ins: list[Tensor]) -> OpRecord:
         node = _current_node()
-        record = self._placed(info, node)
-        record.inputs = self._keep(ins)
+        record = self.placed(info, node)
+        record.inputs = self.kept.keep(ins)
         record.called = self.called
         if self.barrier is None:
             for t in ins:
@@ -209,23 +194,23 @@ class OpTracer(TorchDispatchMode):
         record.args = plain_arguments(info, args)
         # A record inside another node's backward (create_graph, a recomputation) explains the new node by the one that
         # made it.
-        self._number(
+        self.nodes.number(
             record if node is None or record.own_frame else record.forward or record,
             any(t.requires_grad for t in ins),
         )
-        self._wrote = record if info.mutates and ins and ins[0]._is_view() else None
+        self.nodes.wrote = record if info.mutates and ins and ins[0]._is_view() else None
         if ins:
             self.last = record  # the last operation that could carry a bad value
         return record
 
-    def _placed(self, info: OpInfo, node: Any) -> OpRecord:
+    def placed(self, info: OpInfo, node: Any) -> OpRecord:
         """Where the running operation stands: its line, module and phase, and what it is the derivative of."""
         if node is None:
             mark = here_until(self.barrier, 4) if self.barrier is not None else here_until(_NOWHERE, 4)
             record = OpRecord(self.operations, info, self.phase, mark or self.mark, self.module, self.api)
         else:
             mark = here_until(_ENGINE, 4)
-            origin = self._by_sequence.get(node._sequence_nr())
+            origin = self.nodes.forward_of(node)
             if mark is not None:
                 module = self.module or (origin.module if origin is not None else None)
                 record = OpRecord(
@@ -240,79 +225,13 @@ class OpTracer(TorchDispatchMode):
             record.node = node.name()
         return record
 
-    def _number(self, record: OpRecord, tracked: bool) -> None:
-        """Nodes of the graph that were made since the last operation: which operation they are the derivative of.
-
-        The node that an operation gets is numbered just before it is dispatched. A write into a view makes another
-        one (CopySlices) after it, under a transform of torch.func each level has a node of its own, and a custom
-        Function has one around the operations of its forward.
-        """
-        first, self._numbered = self._numbered, _sequence_number()
-        last = self._numbered
-        if tracked:
-            last -= 1
-            self._by_sequence.setdefault(last, record)
-        owner = self._wrote or record
-        if first >= last - MAX_LEVELS:
-            for number in range(first, last):
-                self._by_sequence.setdefault(number, owner)
-
     def _remember_view(self, info: OpInfo, tracked: bool) -> None:
         mark = here_until(self.barrier or _NOWHERE, 3) or self.mark
         record = OpRecord(self.operations, info, self.phase, mark, self.module, self.api, called=self.called)
-        self._number(record, tracked)
-        self._wrote = None
+        self.nodes.number(record, tracked)
+        self.nodes.wrote = None
 
-    def _before(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any], ins: list[Tensor]) -> list[Tensor]:
-        """The inputs as they are, also when the operation has written; those that are too large for it themselves."""
-        written = {key_of(t) for t in written_by(info, args, kwargs)}
-        room = math.inf if self.room is None else self.room() - self._input_bytes
-        before = []
-        for t in ins:
-            size = t.numel() * t.element_size()
-            if t.numel() <= MAX_COPIED and size <= room and key_of(t) in written:
-                room -= size
-                t = t.detach().clone()
-            before.append(t)
-        return before
-
-    def _keep(self, ins: list[Tensor]) -> list[Any]:
-        kept: list[Any] = []
-        # The rest of the room is for what is about to be overwritten.
-        most = KEEP_INPUT_BYTES if self.room is None else self.room() * 3 // 4
-        for t in ins:
-            size = t.numel() * t.element_size() if t.layout is torch.strided else 0
-            if self._input_bytes + size <= most:
-                self._input_bytes += size
-                kept.append(t)
-            else:
-                kept.append(weakref.ref(t))
-        return kept
-
-    def _journal_writes(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep what stands in memory that is not the trace's and is about to be written."""
-        for t in written_by(info, args, kwargs):
-            key = key_of(t)
-            if key and key not in self._made and self.protected(key) and is_dense(t):
-                if key not in self.journal:
-                    whole = torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage())
-                    self.journal[key] = (whole, whole.clone(), [])
-                versions = self.journal[key][2]
-                if not t.is_inference() and not any(t is known for known, _ in versions):
-                    versions.append((t, t._version))
-
-    def undo_writes(self) -> None:
-        """Give memory that is not the trace's its earlier contents back, and its tensors their version.
-
-        A backward of the user's that is still to come must not take them for changed.
-        """
-        for whole, copy, versions in self.journal.values():
-            whole.copy_(copy)
-            for t, version in reversed(versions):
-                set_version(t, version)
-        self.journal.clear()
-
-    def _bad_inputs(self, info: OpInfo, ins: list[Tensor]) -> dict[int, Line]:
+    def bad_inputs(self, info: OpInfo, ins: list[Tensor]) -> dict[int, Line]:
         """Births carried by those inputs that do hold non-finite values, by position; meets tensors from outside."""
         found: dict[int, Line] = {}
         for position, t in enumerate(ins):
@@ -328,47 +247,12 @@ class OpTracer(TorchDispatchMode):
             memory = memory_of(t)
             self._checked[key] = t if memory is None else StorageWeakRef(memory)
             if not finite_fast(t):
-                found[position] = self._source(info, t)
+                found[position] = brought_in(self, info, t)
         return found
-
-    def _source(self, info: OpInfo, t: Tensor) -> Line:
-        """A tensor from outside brings non-finite values: a birth of its own kind."""
-        known = self.outside(t)
-        kind, name = known if known is not None else (BirthKind.OPAQUE, None)
-        stats = _finite.stats(t)
-        only_negative = stats.nan_count == 0 and stats.posinf_count == 0
-        if known is None and t.numel() == 1 and self.barrier is not None:
-            kind = BirthKind.CONSTANT
-        intended = (
-            only_negative
-            and kind in (BirthKind.BUFFER, BirthKind.INPUT, BirthKind.LABEL, BirthKind.CONSTANT, BirthKind.OPAQUE)
-        ) or (kind is BirthKind.CONSTANT and stats.nan_count == 0)
-        if kind is BirthKind.OPAQUE and intended and not mask_like(stats):
-            intended = False
-        record = self._placed(info, _current_node())
-        if kind is BirthKind.GRADIENT:
-            # Handed to the backward that is running: its call is the place, not a derivative.
-            record = OpRecord(self.operations, info, "backward", self.mark, None, "backward")
-        gen = Gen(
-            (RANK.get(kind, 2), self.operations),
-            kind,
-            intended,
-            record,
-            name=name,
-            output=stats,
-            only_negative=only_negative,
-        )
-        gen.guilty = stats.bad_count
-        gen.first_bad = _finite.first_bad_index(t)
-        gen.rows, gen.column = _finite.bad_rows(t), _finite.bad_column(t)
-        self._born(gen)
-        line: Line = frozenset((gen,))
-        self.lineage.mark(t, line)
-        return line
 
     def _scalar_read(self, record: OpRecord, ins: list[Tensor], value: Any) -> None:
         if isinstance(value, (float, complex)) and not finite_number(value):
-            self.last_scalar = self._lines(self._bad_inputs(record.info, ins))
+            self.last_scalar = self.lines(self.bad_inputs(record.info, ins))
             if self.on_scalar is not None:
                 self.on_scalar(self.last_scalar)
 
@@ -389,7 +273,7 @@ class OpTracer(TorchDispatchMode):
     def _finite_result(
         self, info: OpInfo, record: OpRecord, ins: list[Tensor], outs: list[Tensor], bad_before: dict[int, Line]
     ) -> None:
-        carried = bad_before if info.mutates else self._bad_inputs(info, ins)
+        carried = bad_before if info.mutates else self.bad_inputs(info, ins)
         for line in carried.values():
             for gen in line:
                 if len(gen.ended) < 64:
@@ -398,14 +282,16 @@ class OpTracer(TorchDispatchMode):
             for o in outs:
                 self.lineage.overwritten(o)
 
-    def _born(self, gen: Gen) -> None:
+    def born(self, gen: Gen) -> None:
+        """Note a birth."""
         self.births.append(gen)
         gen.record.births.append(gen)
         if self.on_birth is not None:
             self.on_birth(gen)
 
     @staticmethod
-    def _lines(carried: dict[int, Line]) -> Line:
+    def lines(carried: dict[int, Line]) -> Line:
+        """All births that inputs carry."""
         out: Line = EMPTY
         for line in carried.values():
             out |= line

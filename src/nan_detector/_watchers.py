@@ -126,7 +126,7 @@ class OpWatch(StepWatch):
     def _tracer(self) -> OpTracer:
         tracer = OpTracer(outside=self._name)
         tracer.on_birth = self._note_step
-        tracer.room = self._room
+        tracer.kept.room = self._room
         return tracer
 
     def _room(self) -> int:

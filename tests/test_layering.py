@@ -103,6 +103,8 @@ TABLE = (
             "_further",
             "_hazard_edges",
             "_hazard_facts",
+            "_hazard_observer",
+            "_hazard_scale",
             "_hazards",
             "_state_check",
             "_stored",

@@ -13,7 +13,7 @@ import torch
 
 from nan_detector._entries import Entry, Outside, tokens_in
 from nan_detector._errors import ReplayRefused
-from nan_detector._hazard_edges import Near, Observer
+from nan_detector._hazard_observer import Near, Observer
 from nan_detector._hit import one_at_a_time, relevant_entries
 from nan_detector._lineage import OpRecord
 from nan_detector._naming import Names

@@ -360,26 +360,36 @@ def test_the_report_as_markdown() -> None:
 def test_each_target_is_told_with_what_became_of_it() -> None:
     first, second = REPORT.targets()
     assert (first.threads, second.threads, first.found, first.read) == (1, 2, pytest.approx(1.078), 1.048)
-    assert first.above_read == pytest.approx(0.03) and not first.holds and first.verdict == "does not hold"
-    assert "| W1, 2 threads | step | ≤ 1.07 | 1.078 | 1.048 | +0.030 | 0.002 | does not hold |" in markdown(REPORT)
+    assert first.above_read == pytest.approx(0.03) and not first.holds and first.noise == pytest.approx(0.01)
+    assert (
+        "| W1, 2 threads | step | ≤ 1.07 | 1.078 | 1.048 | +0.030 | ± 0.010 | does not hold, within the noise |"
+        in markdown(REPORT)
+    )
     # A level that was not measured has none.
     (fine,) = replace(REPORT, cells=(replace(CELL, limits={"step": 1.08, "layers": 1.0}),)).targets()
-    assert fine.holds and fine.verdict == "holds"
+    assert fine.holds and fine.verdict == "holds, within the noise"
     assert "Targets" not in markdown(replace(REPORT, cells=(replace(CELL, limits={}),)))
 
 
 @pytest.mark.parametrize(
-    ("found", "read", "apart", "verdict"),
+    ("found", "read", "noise", "verdict"),
     [
         (1.015, 1.01, 0.001, "holds"),
-        (1.019, 1.01, 0.002, "holds, by less than the bare runs lay apart"),
-        (1.021, None, -0.002, "does not hold, by less than the bare runs lay apart"),
+        (1.019, 1.01, 0.002, "holds, within the noise"),
+        (1.021, None, 0.002, "does not hold, within the noise"),
         (1.04, 1.03, 0.001, "does not hold; one read is above it by itself"),
-        (1.03, 1.03, 0.05, "does not hold, by less than the bare runs lay apart; one read is above it by itself"),
+        (1.06, 1.06, 0.03, "does not hold; one read is above it by itself"),
+        (1.03, 1.03, 0.05, "does not hold, within the noise"),
     ],
 )
-def test_a_verdict_says_what_it_is_worth(found: float, read: float | None, apart: float, verdict: str) -> None:
-    assert Target("W2", 1, "step", 1.02, found, read, 0.01, apart).verdict == verdict
+def test_a_verdict_says_what_it_is_worth(found: float, read: float | None, noise: float, verdict: str) -> None:
+    assert Target("W2", 1, "step", 1.02, found, read, 0.01, noise).verdict == verdict
+
+
+def test_noise_is_how_far_bare_runs_lie_apart_and_how_much_they_vary() -> None:
+    assert CELL.apart == pytest.approx(0.002) and CELL.noise == pytest.approx(0.01)
+    off = replace(CELL, rows=(row(BARE, 1.0), row(BARE_AGAIN, 0.9)))
+    assert off.noise == pytest.approx(0.1) and replace(CELL, rows=()).noise == 0.0
 
 
 def test_a_busy_machine_is_told() -> None:

@@ -52,12 +52,12 @@ class Plan:
     least: int = 3
     memory_s: float = 5.0
     answers: tuple[str, ...] = ("step", "layers", "ops")
-    answer_s: float = 8.0
+    answer_s: float = 6.0
     repeats: int = 3
     device: str = "cpu"
 
 
-FULL = Plan(("W1", "W2", "W3-25", "W3-50", "W3-100", "W3-200", "W4", "W5"), threads=(1, 2), cell_s=14.0, growth_s=12.0)
+FULL = Plan(("W1", "W2", "W3-25", "W3-50", "W3-100", "W3-200", "W4", "W5"), threads=(1, 2), cell_s=12.0, growth_s=9.0)
 #: What a table of ratios needs.
 BRIEF = replace(FULL, threads=(1,), cell_s=8.0, growth_s=0.0, least=2, memory_s=0.0, answers=("step",), repeats=1)
 #: The levels that one leaves on.

@@ -90,6 +90,12 @@ class Cell:
         again = self.row(BARE_AGAIN)
         return 0.0 if again is None else again.ratio.median - 1.0
 
+    @property
+    def noise(self) -> float:
+        """What a ratio is uncertain by: as much as the second bare run was off, or as it varied from round to round."""
+        again = self.row(BARE_AGAIN)
+        return 0.0 if again is None else max(abs(self.apart), (again.ratio.high - again.ratio.low) / 2)
+
 
 @dataclass(frozen=True)
 class Target:
@@ -103,7 +109,7 @@ class Target:
         found: The ratio, less by how much the second bare run was off.
         read: Likewise of what only reads each gradient once: the floor.
         above_read: By how much a watched step is above that one, as a part of the bare one.
-        apart: By how much the second bare run was off.
+        noise: What a ratio is uncertain by: what two bare runs differed by.
     """
 
     workload: str
@@ -113,7 +119,7 @@ class Target:
     found: float
     read: float | None
     above_read: float | None
-    apart: float
+    noise: float
 
     @property
     def holds(self) -> bool:
@@ -124,9 +130,9 @@ class Target:
     def verdict(self) -> str:
         """Whether it does, and what that is worth."""
         said = "holds" if self.holds else "does not hold"
-        if abs(self.found - self.limit) < abs(self.apart):
-            said += ", by less than the bare runs lay apart"
-        if self.read is not None and self.read > self.limit:
+        if abs(self.found - self.limit) < self.noise:
+            said += ", within the noise"
+        if self.read is not None and self.read - self.noise > self.limit:
             said += "; one read is above it by itself"
         return said
 
@@ -180,7 +186,7 @@ class Report:
                 row.net,
                 None if cell.floor is None else cell.floor.net,
                 row.above_read,
-                cell.apart,
+                cell.noise,
             )
             for cell in self.cells
             for level, limit in cell.limits.items()

@@ -11,7 +11,7 @@ HEAD = (
     "forward less A/A", "peak", "steady", "answer", "trials",
 )  # fmt: skip
 #: Of the targets.
-TARGETS_HEAD = ("workload", "watch", "to hold", "found", "one read", "above one read", "bare runs apart", "verdict")
+TARGETS_HEAD = ("workload", "watch", "to hold", "found", "one read", "above one read", "noise", "verdict")
 
 #: A process that computes on one thread of an idle machine has a processor for all of the time but a little.
 _IDLE = 0.9
@@ -74,7 +74,7 @@ def target_rows(report: Report) -> list[list[str]]:
             f"{t.found:.3f}",
             "" if t.read is None else f"{t.read:.3f}",
             _points(t.above_read),
-            f"{abs(t.apart):.3f}",
+            f"± {t.noise:.3f}",
             t.verdict,
         ]
         for t in report.targets()
@@ -110,7 +110,8 @@ def reading_lines(report: Report) -> list[str]:
         "Ratios are medians over rounds of a block's mean step, each over the bare block of the same round. Less A/A: "
         "without what the second bare run was off by. One read: every gradient is read once, and nothing is done with "
         "it; no check that looks at all gradients costs less, on this machine. Above one read: by how much of a bare "
-        "step a variant's step is longer than that, in the same round. Answer: from the bad `optimizer.step()` to the "
+        "step a variant's step is longer than that, in the same round. Noise: what two bare runs "
+        "differed by. Answer: from the bad `optimizer.step()` to the "
         "located event on the disk, in bare steps; trials: from there to the final event.",
     ]
     # With more threads the time of a processor is more than that of the clock.

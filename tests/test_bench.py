@@ -635,6 +635,7 @@ def test_the_table_is_written_anew_and_nothing_else() -> None:
     block = run.costs(REPORT, "make bench")
     assert block.startswith(readme_table(REPORT, run.OTHERS))
     assert "| W1: a small net | 2.00 ms | 1.05 | 1.08 |  |  | 2.10 | 4.2 steps |\n" in block
+    assert "| a bare step | one read |" in block and "no check that looks at all gradients costs less" in block
     assert block.count("| W1") == 1, "of the runs with one thread alone"
 
 

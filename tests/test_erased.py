@@ -225,16 +225,16 @@ def test_what_erases_nothing_by_an_overflow_is_quiet(clip: Callable[[Iterable[Te
 def test_a_dead_network_that_is_clipped_is_quiet_and_soon_left_alone(
     clip: Callable[[Iterable[Tensor]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nan_detector import _respond
+    from nan_detector import _search
 
     replays = []
-    bare = _respond.investigate
+    bare = _search.investigate
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         replays.append(1)
         return bare(*args, **kwargs)
 
-    monkeypatch.setattr(_respond, "investigate", counted)
+    monkeypatch.setattr(_search, "investigate", counted)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with NaNDetector(model, verbose=False) as det:

@@ -349,7 +349,7 @@ def test_a_bug_in_the_search_still_protects_the_weights(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("NAN_DETECTOR_STRICT")
-    monkeypatch.setattr("nan_detector._respond.investigate", _broken)
+    monkeypatch.setattr("nan_detector._search.investigate", _broken)
     model = Net()
     with NaNDetector(model, on_nan="skip", verbose=False) as det:
         train(model, bad=BAD)

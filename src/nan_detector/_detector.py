@@ -271,7 +271,7 @@ class NaNDetector:
             )
         if self._engine is None or is_replaying():
             return step_fn(*args, **kwargs)
-        return self._engine.responder.run_step(self._engine.contain, step_fn, args, kwargs)
+        return self._engine.responder.calls.make(self._engine.contain, step_fn, args, kwargs)
 
     def _add_model(self, model: torch.nn.Module) -> None:
         """Watch one more trained model from now on, under its class's name."""
@@ -308,7 +308,7 @@ class NaNDetector:
             if self._book is None:
                 raise NotAttachedError("hazards needs a step to look at: use `with NaNDetector(model) as det:`.")
             return list(self._hazards)
-        found = engine.contain(engine.hazards.now, self._session, engine.responder.running)
+        found = engine.contain(engine.hazards.now, self._session, engine.responder.calls.running)
         self._hazards = engine.hazards.found if found is None else found
         return list(self._hazards)
 

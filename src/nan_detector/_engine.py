@@ -116,7 +116,7 @@ class Engine:
         try:
             self.contain(self._finish, current, error)
         finally:
-            self.responder.running = self.responder.raised = self.hazards.last = None
+            self.responder.calls.running = self.responder.calls.raised = self.hazards.last = None
             self.watch.close()
             self.aftermath.forget()
             if self.keeper is not None:
@@ -162,7 +162,7 @@ class Engine:
         if self.aftermath.unchecked and not current.stepping:
             self.contain(self._undo_damage)
         current.step = self.run.step
-        self.responder.raised = None
+        self.responder.calls.raised = None
         if self.run.stopped:
             event = self.run.overlooked(current, len(self.optimizers.known))
             if event is not None:
@@ -255,7 +255,7 @@ class Engine:
         current.gates += 1
         run = self.run
         step, groups = run.step, run.groups
-        self.hazards.last = Judged(tape, self.responder.running, step)
+        self.hazards.last = Judged(tape, self.responder.calls.running, step)
         if groups < 2 or len(self.optimizers.stepped) > 1 or _function_modes() or _dispatch_modes():
             self._forget(current)
         else:
@@ -341,7 +341,7 @@ class Engine:
         if pending and not self.roots.armed and not current.tape.has_root():
             self.roots.arm_children()
         refuse = self.judge.judge(current, pending, stepped=stepped, given=given, is_mine=self._is_mine)
-        self.hazards.at_gate(current, self.responder.running, pending, refuse)
+        self.hazards.at_gate(current, self.responder.calls.running, pending, refuse)
         if self.keeper is not None and self.judge.clean:
             self.keeper.clean(current)
         if current.users > 1 and stepped is not None:

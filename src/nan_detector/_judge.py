@@ -173,7 +173,7 @@ class Judge:
         key = id(optimizer) if optimizer is not None else 0
         if not self.erasures.suspected(current.tape, pending, key, self.run.groups):
             return Suspicion(), False
-        finding = self.responder.erased_by(current)
+        finding = self.responder.search.erased_by(current)
         if finding is None:
             return Suspicion(), False
         self.erasures.over(key)
@@ -203,7 +203,7 @@ class Judge:
         """A GradScaler skips this step: its own business, unless the step is bad without any scale as well."""
         if not (self._skips.worth_a_look(current.scaler) and knows_scale(current.tape)):
             return Suspicion()
-        finding = self.responder.bad_at_any_scale(current)
+        finding = self.responder.search.bad_at_any_scale(current)
         if finding is None:
             return Suspicion()
         note = "gradients are not finite at any loss scale: the GradScaler would skip such steps for ever"

@@ -22,7 +22,9 @@ from nan_detector import Location, NaNDetector, NaNEvent, detect_nan
 from nan_detector._errors import NonFiniteError
 from nan_detector._notebook import cell_of, is_cell
 from nan_detector._render.notebook import ANSWER, fragment
-from nan_detector._summary import place, report, rows, title
+from nan_detector._summary import report, rows
+from nan_detector._summary_source import place
+from nan_detector._summary_title import title
 
 CELL = """import torch
 

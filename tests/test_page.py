@@ -40,7 +40,8 @@ from nan_detector._render.page_view import IN_FULL, IN_LINES
 from nan_detector._render.palette import DARK, GROUNDS, LIGHT, LINES, TEXTS, contrast
 from nan_detector._render.timeline import charts
 from nan_detector._render.tree import MOST_LEVELS, MOST_SITES, tree
-from nan_detector._summary import rows, title
+from nan_detector._summary import rows
+from nan_detector._summary_title import title
 
 Capture = pytest.CaptureFixture[str]
 NAN = math.nan

@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nan_detector._records import Cause, Location, LossTerm, NaNEvent, Site, TensorStats, Trial
-from nan_detector._summary import SOURCE, Row, describe, headline, report, rows, story, title, where
+from nan_detector._summary import SOURCE, Row, describe, report, rows
+from nan_detector._summary_title import headline, story, title, where
 
 GOLDEN = Path(__file__).parent / "golden"
 

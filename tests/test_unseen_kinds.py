@@ -15,7 +15,7 @@ import _faults as faults
 from _programs import Run, assert_born, assert_quiet, train
 from nan_detector import NaNDetector, NonFiniteError
 from nan_detector._records import NaNEvent
-from nan_detector._summary import where
+from nan_detector._summary_title import where
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from nan_detector._config import Config
 from nan_detector._eventlog import EventLog
 from nan_detector._records import GradEvent, NaNEvent, Record, StepRow, WarningRecord
 from nan_detector._state import log_beside_stderr, logger, process_rank, strict
-from nan_detector._summary import headline, story
+from nan_detector._summary_title import headline, story
 
 #: Warnings of one kind that are logged in full; later ones are only kept.
 MAX_LOGGED_WARNINGS = 20

@@ -34,7 +34,7 @@ from nan_detector._skip import cancelled, closure_of, is_stand_in, judged
 from nan_detector._source import Mark, here
 from nan_detector._state import is_replaying
 from nan_detector._stepped import Stepped
-from nan_detector._summary import headline
+from nan_detector._summary_title import headline
 from nan_detector._watchers import LayerWatch, OpWatch, StepWatch
 from nan_detector._zeroing import EMPTY
 

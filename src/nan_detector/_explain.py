@@ -20,7 +20,7 @@ from nan_detector._search import Search
 from nan_detector._session import Session, session
 from nan_detector._state import logger, strict
 from nan_detector._step_trials import with_step_trials
-from nan_detector._summary import story
+from nan_detector._summary_title import story
 from nan_detector._trace import BirthKind
 from nan_detector._trials import with_trials
 from nan_detector._watchers import StepWatch

@@ -29,7 +29,7 @@ from nan_detector._search import Search
 from nan_detector._session import Session
 from nan_detector._state import logger
 from nan_detector._step_calls import StepCalls
-from nan_detector._summary import headline
+from nan_detector._summary_title import headline
 from nan_detector._watchers import StepWatch
 from nan_detector._zeroing import Zeroing
 

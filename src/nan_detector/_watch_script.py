@@ -18,7 +18,7 @@ from nan_detector._render.bars import end_bars
 from nan_detector._run_folder import new_folder
 from nan_detector._script import NoSuchModule, run_file, run_module, traceback_of, within_program
 from nan_detector._source import is_user_file
-from nan_detector._summary import headline
+from nan_detector._summary_title import headline
 
 if TYPE_CHECKING:
     from nan_detector._auto import AutoWatch

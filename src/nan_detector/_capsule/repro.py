@@ -21,7 +21,7 @@ from nan_detector._capsule.layout import REPRO_TENSORS
 from nan_detector._opinfo import info_of
 from nan_detector._records import NaNEvent, TensorStats
 from nan_detector._source_text import clean
-from nan_detector._summary import title, where
+from nan_detector._summary_title import title, where
 
 Tensor = torch.Tensor
 

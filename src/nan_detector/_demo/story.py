@@ -28,7 +28,7 @@ from nan_detector._demo.explosion import LEARNING_RATE, Explosion, explode
 from nan_detector._demo.training import Outcome, train_digits
 from nan_detector._render.plots import cost_bars, grad_norm_heatmap, grad_norm_timeline, loss_curve
 from nan_detector._render.terminal import print_report
-from nan_detector._summary import headline
+from nan_detector._summary_title import headline
 
 #: The detector's default `grad_norm_warn`, for the picture.
 _THRESHOLD = 100.0

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from html import escape
 
 from nan_detector._records import NaNEvent
-from nan_detector._summary import SOURCE, Row, rows, title
+from nan_detector._summary import SOURCE, Row, rows
+from nan_detector._summary_title import title
 
 #: Rows of a report that are the short answer.
 ANSWER = ("where", SOURCE, "sample", "seen", "search", "why", "fix", "state")

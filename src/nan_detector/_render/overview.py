@@ -13,7 +13,7 @@ from nan_detector._before import number
 from nan_detector._digest import Digest, GradGroup, RunDigest, WarningGroup
 from nan_detector._records import NaNEvent, RunRecord, StepRow
 from nan_detector._source_text import clean
-from nan_detector._summary import headline
+from nan_detector._summary_title import headline
 
 #: Events whose whole report is shown, and further ones of which a line is, unless all are asked for.
 IN_FULL, IN_LINES = 10, 50

@@ -12,7 +12,10 @@ from nan_detector._records import LossTerm, NaNEvent, StepRow, TensorStats
 from nan_detector._render import overview
 from nan_detector._render.timeline import Chart, charts
 from nan_detector._render.tree import Node, tree, way
-from nan_detector._summary import GAP, SOURCE, Row, headline, place, rows, title, trial_name, where
+from nan_detector._summary import SOURCE, Row, rows
+from nan_detector._summary_source import place
+from nan_detector._summary_title import headline, title, where
+from nan_detector._summary_trials import GAP, trial_name
 
 #: Events with a part of their own, and further ones with a line.
 IN_FULL, IN_LINES = 20, 200

@@ -19,7 +19,8 @@ from nan_detector._records import NaNEvent
 from nan_detector._render.bars import bars_aside
 from nan_detector._render.overview import Line, overview
 from nan_detector._source_text import clean
-from nan_detector._summary import SOURCE, Row, prefixes, report, rows, title
+from nan_detector._summary import SOURCE, Row, prefixes, report, rows
+from nan_detector._summary_title import title
 
 _NARROWEST = 40  # below this, wrapped text would be a ladder of single words
 _CONTINUATION = 4  # columns that a wrapped line of source stands further in than the line's own text

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from nan_detector._capsule.endings import Loss, with_gradients, with_loss
 from nan_detector._capsule.evidence import Evidence
 from nan_detector._capsule.read import Capsule
-from nan_detector._capsule.rebuild import Loss, Rebuilder, Rebuilt, with_gradients, with_loss
+from nan_detector._capsule.rebuild import Rebuilder
+from nan_detector._capsule.rebuilt import Rebuilt
 from nan_detector._capsule.state import put_state, settings_of
 from nan_detector._errors import CapsuleError
 from nan_detector._finite import stats

@@ -6,9 +6,7 @@ Everything here comes from a file that may come from anywhere: each value is che
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,55 +14,22 @@ import torch
 from nan_detector._calls import kind_of
 from nan_detector._capsule.functions import function_named
 from nan_detector._capsule.plain import decoded
+from nan_detector._capsule.rebuilt import NOBODY, BatchNames, Rebuilt
 from nan_detector._capsule.state import modules_by_path
 from nan_detector._capsule.tensors import Reader, device_or_cpu
 from nan_detector._entries import AUTOCAST_KEYS, Entry, Made, Outside
 from nan_detector._errors import CapsuleError
 from nan_detector._moment import Moment
-from nan_detector._naming import Names
 from nan_detector._records import Location
 from nan_detector._schema import mismatch
 from nan_detector._source import Mark
 from nan_detector._tape import Tape
-from nan_detector._trace import BirthKind
 
 Tensor = torch.Tensor
 
 #: Tensors that one call may have given.
 MAX_MADE = 100_000
 _KINDS = ("call", "root", "backward", "scale")
-
-
-@dataclass
-class Rebuilt:
-    """A step ready to be replayed.
-
-    Attributes:
-        tape: Its calls.
-        names: Names of the models, and of the batch as the capsule has them.
-        batch: Tensors from outside the step by name.
-        losses: What each backward started from when the capsule was written, by entry.
-        unknown: Calls that a capsule cannot hold, in words.
-        lost: Arguments that were not kept, in words.
-        places: What is known of the lines of the loop, by file and line.
-    """
-
-    tape: Tape
-    names: BatchNames
-    batch: dict[str, Tensor] = field(default_factory=dict)
-    losses: dict[Entry, tuple[Tensor, ...]] = field(default_factory=dict)
-    unknown: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    places: dict[tuple[str, int], list[tuple[Location, str, str | None]]] = field(default_factory=dict)
-    keep: list[Any] = field(default_factory=list)  # tensors whose identities the tape goes by
-
-
-class BatchNames(Names):
-    """Names of the models' own, and for the batch those that the capsule gives."""
-
-    def arguments(self, entry: Entry) -> Iterator[tuple[BirthKind, str, Outside]]:
-        for kind, path, token in super().arguments(entry):
-            yield kind, token.name or path, token
 
 
 class Rebuilder:
@@ -125,7 +90,7 @@ class Rebuilder:
         entry.writes, entry.raised = bool(data.get("writes")), bool(data.get("raised"))
         if kind == "root" or "owner" in data:
             entry.owner = owner if kind == "root" else self._module(data["owner"])
-        entry.made = [_dead] * _small(data.get("made"))
+        entry.made = [NOBODY] * _small(data.get("made"))
         if "rng" in data:
             entry.rng = self._tensors(data["rng"])
         entry.generators = self._states(data.get("generators", []))
@@ -295,10 +260,6 @@ def _gone(name: str | None) -> Outside:
     return token
 
 
-#: Stands for what a call gave, which is made again.
-_dead: Any = weakref.ref(type("_Nobody", (), {})())
-
-
 def _small(count: object) -> int:
     if type(count) is int and 0 <= count <= MAX_MADE:
         return count
@@ -333,78 +294,3 @@ def _is_index(value: object, of: list[Any]) -> bool:
 
 def _somewhere() -> None:  # its code is given the file and line of a recorded call
     return None
-
-
-Loss = Callable[[Any, dict[str, Tensor]], Tensor]
-
-
-def with_loss(rebuilt: Rebuilt, loss: Loss) -> None:
-    """Replace what followed each call of the model under gradients by ``loss(output, batch)`` and its backward."""
-    tape = rebuilt.tape
-    roots = [e for e in tape.entries if e.kind == "root" and e.grad_enabled]
-    if not roots:
-        raise CapsuleError("--loss has nothing to be applied to: no call of the model is in the capsule.")
-    last = roots[0].number
-    entries = [e for e in tape.entries if e.number < last]
-    for i, root in enumerate(roots):
-        end = roots[i + 1].number if i + 1 < len(roots) else len(tape.entries)
-        after = [e for e in tape.entries if root.number < e.number < end]
-        entries += [root, *_loss_and_backward(root, loss, rebuilt, i == len(roots) - 1 or _has_backward(after))]
-    for number, entry in enumerate(entries):
-        entry.number = number
-    tape.entries[:] = entries
-
-
-def _has_backward(entries: list[Entry]) -> bool:
-    return any(e.kind == "backward" for e in entries)
-
-
-def _loss_and_backward(root: Entry, loss: Loss, rebuilt: Rebuilt, wanted: bool) -> list[Entry]:
-    if not wanted:
-        return []
-    given: list[Any] = []
-    module = root.func
-
-    def call_model(*args: Any, **kwargs: Any) -> Any:
-        out = module(*args, **kwargs)
-        given[:] = [out]
-        return out
-
-    def call_loss(output: Any, batch: dict[str, Tensor]) -> Any:
-        return loss(given[0] if given else output, batch)
-
-    root.func = call_model
-    tokens = {t.name: t for t in rebuilt.tape.outside.values() if t.name}
-    root.made = root.made or [_dead]
-    made = Entry(call_loss, (Made(root, 0), tokens), {}, None, True, root.autocast)
-    made.made = [_dead]
-    backward = Entry(torch.Tensor.backward, (Made(made, 0),), {}, None, True, kind="backward")
-    return [made, backward]
-
-
-def with_gradients(rebuilt: Rebuilt, gradients: Mapping[tuple[int, int], Tensor]) -> bool:
-    """Replace what followed the model by the gradients that arrived at its outputs. False where there are none."""
-    tape = rebuilt.tape
-    entries: list[Entry] = []
-    for entry in tape.entries:
-        if entry.kind != "root":
-            continue
-        entries.append(entry)
-        own = {position: g for (number, position), g in gradients.items() if number == entry.number}
-        if own:
-            outputs = tuple(Made(entry, position) for position in own)
-            tokens = tuple(Outside(g) for g in own.values())
-            tape.outside.update({t.ident: t for t in tokens})
-            entries.append(Entry(torch.autograd.backward, (outputs, tokens), {}, None, True, kind="backward"))
-    if not any(e.kind == "backward" for e in entries):
-        return False
-    wanted = {id(e) for e in tape.needed([e for e in entries if e.kind == "backward"])}
-    kept = [e for e in tape.entries if id(e) in wanted and e.kind != "backward"]
-    for e in entries:
-        if e.kind == "backward":
-            root = e.args[0][0].entry
-            kept.insert(kept.index(root) + 1, e)
-    for number, entry in enumerate(kept):
-        entry.number = number
-    tape.entries[:] = kept
-    return True

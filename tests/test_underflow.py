@@ -169,7 +169,7 @@ def test_of_a_weight_and_its_bias_the_one_with_more_bad_values_is_named() -> Non
 
 def test_what_else_the_note_says_is_still_shown() -> None:
     from nan_detector._diagnosis.facts import underflowed
-    from nan_detector._hit import _shown
+    from nan_detector._events import _shown
     from nan_detector._trace import UNDERFLOWED, Birth
 
     told = f"{UNDERFLOWED} pow made 0 of 1.00e-27 in float32"

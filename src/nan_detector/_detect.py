@@ -23,8 +23,9 @@ from nan_detector import _finite, _warned_at
 from nan_detector._calls import CallKind, kind_of, public_name
 from nan_detector._entries import tensors_in
 from nan_detector._errors import NonFiniteError
+from nan_detector._events import complete, new_event
+from nan_detector._finding import Finding
 from nan_detector._gate import Suspicion
-from nan_detector._hit import Finding, complete, new_event
 from nan_detector._lineage import Gen, Line, key_of
 from nan_detector._live import Live
 from nan_detector._naming import is_made

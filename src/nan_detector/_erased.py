@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from nan_detector import _finite
 from nan_detector._entries import Entry
-from nan_detector._hit import Finding
+from nan_detector._finding import Finding
 from nan_detector._lineage import Gen
 from nan_detector._origin import birth_of, sites
 from nan_detector._quiet import quiet

@@ -9,8 +9,9 @@ from typing import Any
 from nan_detector._aftermath import Aftermath, Damage
 from nan_detector._before import LEARNING_RATE, before_sentences
 from nan_detector._config import Replay
+from nan_detector._events import HISTORY, complete
+from nan_detector._finding import FINITE_AGAIN, Finding
 from nan_detector._gate import Suspicion
-from nan_detector._hit import FINITE_AGAIN, HISTORY, Finding, complete
 from nan_detector._hyper import HyperProblem
 from nan_detector._optimizer_events import hyper_event
 from nan_detector._records import NaNEvent

@@ -12,11 +12,11 @@ from nan_detector._entries import Entry
 from nan_detector._erased import SYMPTOM, Erasures
 from nan_detector._errors import NonFiniteError
 from nan_detector._evaluation import Evaluation, Seen, bad_outputs
+from nan_detector._finding import Finding
 from nan_detector._finite import read
 from nan_detector._forewarn import Forewarning
 from nan_detector._further import Further
 from nan_detector._gate import Reading, Suspicion, beside, column_names, confirm, in_full, measure, take, without_scale
-from nan_detector._hit import Finding
 from nan_detector._hyper import HyperProblem, bad_hyperparameter
 from nan_detector._layers import absolute_maxima
 from nan_detector._looks import Looks

@@ -9,7 +9,8 @@ from __future__ import annotations
 from nan_detector._config import Replay
 from nan_detector._diagnosis import diagnose
 from nan_detector._entries import Entry
-from nan_detector._hit import Finding, investigate
+from nan_detector._finding import Finding
+from nan_detector._hit import investigate
 from nan_detector._lineage import Line
 from nan_detector._origin import trace_of_line
 from nan_detector._quiet import quiet

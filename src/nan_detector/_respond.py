@@ -7,19 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from nan_detector._aftermath import Aftermath, BadState, Damage
+from nan_detector._bad_weights import unmoved, weights_state
 from nan_detector._capsule.write import Capsules
 from nan_detector._config import Policy, policy_named
 from nan_detector._entries import Entry
 from nan_detector._errors import NonFiniteError
+from nan_detector._events import new_event
 from nan_detector._explain import LOOK_UPS, Explainer
+from nan_detector._finding import Finding
 from nan_detector._gate import Suspicion
-from nan_detector._hit import (
-    Finding,
-    new_event,
-    relevant_entries,
-    unmoved,
-    weights_state,
-)
+from nan_detector._hit import relevant_entries
 from nan_detector._keeper import Keeper
 from nan_detector._quiet import quiet
 from nan_detector._ready import make_ready

@@ -8,7 +8,8 @@ from typing import Any
 from nan_detector._capsule.write import Capsules
 from nan_detector._config import Replay
 from nan_detector._erased import erased
-from nan_detector._hit import Finding, investigate
+from nan_detector._finding import Finding
+from nan_detector._hit import investigate
 from nan_detector._run import Run
 from nan_detector._session import Session
 from nan_detector._step_calls import StepCalls

@@ -16,7 +16,8 @@ import torch
 from nan_detector._again import Again, Outcome
 from nan_detector._change import Change
 from nan_detector._errors import ReplayRefused
-from nan_detector._hit import Finding, one_at_a_time
+from nan_detector._finding import Finding
+from nan_detector._hit import one_at_a_time
 from nan_detector._records import NaNEvent, Trial
 from nan_detector._samples import sample_ids
 from nan_detector._state import logger, strict

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nan_detector._diagnosis import diagnose
+from nan_detector._events import silent_event
+from nan_detector._finding import Finding
 from nan_detector._gate import Suspicion
-from nan_detector._hit import Finding, investigate, silent_event
+from nan_detector._hit import investigate
 from nan_detector._layers import Layers, suspicious_layers
 from nan_detector._lineage import Gen
 from nan_detector._live import Live

@@ -15,9 +15,11 @@ from nan_detector._capsule.rebuild import Rebuilder
 from nan_detector._capsule.rebuilt import Rebuilt
 from nan_detector._capsule.state import put_state, settings_of
 from nan_detector._errors import CapsuleError
+from nan_detector._events import complete, new_event
+from nan_detector._finding import Finding
 from nan_detector._finite import stats
 from nan_detector._gate import Suspicion
-from nan_detector._hit import Finding, complete, investigate, new_event
+from nan_detector._hit import investigate
 from nan_detector._lineage import OpRecord
 from nan_detector._naming import models_of
 from nan_detector._origin import location_text, name_of_op

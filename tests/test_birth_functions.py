@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,10 @@ def test_apply_captured_before_attach_in_a_module(apply: Any, function: Any) -> 
     born(det, function.backward, op="div", layer="part")
 
 
+@pytest.mark.skipif(
+    not isinstance(getattr(torch.autograd.Function.__dict__["apply"], "__func__", None), types.FunctionType),
+    reason="from PyTorch 2.14 on `apply` is no Python: what was bound before the watch began cannot be seen",
+)
 @pytest.mark.parametrize(("apply", "function"), [(captured, Ratio), (captured_setup, WithSetup)])
 def test_apply_captured_before_attach_in_the_loss(apply: Any, function: Any) -> None:
     det = train(Scale(), two(HEALTHY, ZEROS), lossy(lambda x: apply(x)))

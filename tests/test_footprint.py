@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -43,8 +44,14 @@ def optimizer_hook() -> Iterator[None]:
 
 @contextmanager
 def other_code() -> Iterator[None]:
-    """The function object stays and its code is swapped."""
-    function = torch.autograd.Function.__dict__["apply"].__func__
+    """The function object stays and its code is swapped; where it is no Python, the attribute."""
+    found = torch.autograd.Function.__dict__["apply"]
+    function = getattr(found, "__func__", None)
+    if not isinstance(function, types.FunctionType):
+        torch.autograd.Function.apply = classmethod(lambda cls, *args: found.__get__(None, cls)(*args))
+        yield
+        torch.autograd.Function.apply = found
+        return
     code = function.__code__
     function.__code__ = code.replace(co_name="not_apply")
     yield

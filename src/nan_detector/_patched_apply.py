@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +15,30 @@ from nan_detector._session import session
 
 
 class Apply:
-    """`autograd.Function.apply` with its code exchanged, so that every call is seen.
+    """`autograd.Function.apply` as it is, and as it is while its calls are seen."""
+
+    def see(self) -> None:
+        """Hand each call to the session."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """Back to the original."""
+        raise NotImplementedError
+
+    def bare(self, cls: Any) -> Callable[..., Any]:
+        """The original, for a function's class."""
+        raise NotImplementedError
+
+    def call(self, cls: Any, args: Any, kwargs: Any) -> Any:
+        """What a call does while it is seen."""
+        bare = self.bare(cls)
+        if compiling():
+            return bare(*args, **kwargs)
+        return custom_function(session(), cls, bare, args, kwargs)
+
+
+class PythonApply(Apply):
+    """That of PyTorch up to 2.13, a function in Python: its code is exchanged, so that every call is seen.
 
     A method bound before (``fn = MyFunction.apply``) holds the function itself and would pass by a patched attribute;
     and TorchDynamo, which compares the attribute with the bound method, would refuse to compile. So the function object
@@ -21,31 +46,50 @@ class Apply:
     recorded call by call anyway, the original is in place.
     """
 
-    def __init__(self) -> None:
-        self.function = torch.autograd.Function.__dict__["apply"].__func__
-        f = self.function
+    def __init__(self, function: types.FunctionType) -> None:
+        self.function = f = function
         self.code: types.CodeType = f.__code__
-        self.bare = types.FunctionType(self.code, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
+        self._bare = types.FunctionType(self.code, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
         # Under PyTorch's file name: its frames are never compiled, and never taken for the user's.
         self.seeing: types.CodeType = _seeing(None).__code__.replace(
             co_filename=self.code.co_filename, co_firstlineno=self.code.co_firstlineno
         )
 
     def see(self) -> None:
-        """Hand each call to the session."""
         if self.code.co_freevars == self.seeing.co_freevars:  # else a PyTorch whose apply is of another kind
             self.function.__code__ = self.seeing
 
     def leave(self) -> None:
-        """Back to the original."""
         self.function.__code__ = self.code
 
-    def call(self, cls: Any, args: Any, kwargs: Any) -> Any:
-        """What a call does while it is seen."""
-        bare = types.MethodType(self.bare, cls)
-        if compiling():
-            return bare(*args, **kwargs)
-        return custom_function(session(), cls, bare, args, kwargs)
+    def bare(self, cls: Any) -> Callable[..., Any]:
+        return types.MethodType(self._bare, cls)
+
+
+class NativeApply(Apply):
+    """That of later ones, which is not Python: the attribute is exchanged.
+
+    What was bound before the watch began passes by. Such a result has a graph that no recorded call explains, and the
+    report says so.
+    """
+
+    def __init__(self, descriptor: Any) -> None:
+        self.original = descriptor
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.call(cls, args, kwargs)
+
+        self.seeing = classmethod(functools.wraps(descriptor.__get__(None, torch.autograd.Function))(apply))
+
+    def see(self) -> None:
+        setattr(torch.autograd.Function, "apply", self.seeing)  # noqa: B010  # its type is another
+
+    def leave(self) -> None:
+        setattr(torch.autograd.Function, "apply", self.original)  # noqa: B010
+
+    def bare(self, cls: Any) -> Callable[..., Any]:
+        bound: Callable[..., Any] = self.original.__get__(None, cls)
+        return bound
 
 
 #: Kept for the life of the process: the code that sees must be the same object at each attach, or guards fail anew.
@@ -55,7 +99,9 @@ FUNCTION_APPLY: list[Apply] = []
 def wrap_apply() -> None:
     """See every call of an `autograd.Function`."""
     if not FUNCTION_APPLY:
-        FUNCTION_APPLY.append(Apply())
+        found = torch.autograd.Function.__dict__["apply"]
+        function = getattr(found, "__func__", None)
+        FUNCTION_APPLY.append(PythonApply(function) if isinstance(function, types.FunctionType) else NativeApply(found))
     FUNCTION_APPLY[0].see()
     to_undo.append(FUNCTION_APPLY[0].leave)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from nan_detector._digest import Digest, digest_of
 from nan_detector._eventlog import EventLog
 from nan_detector._reading import Problem
+from nan_detector._record import Record
 from nan_detector._records import (
     Cause,
     GradEvent,
@@ -15,7 +16,6 @@ from nan_detector._records import (
     Location,
     LossTerm,
     NaNEvent,
-    Record,
     RunRecord,
     Site,
     StepRow,

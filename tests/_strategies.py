@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from nan_detector._records import Record
+from nan_detector._record import Record
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 

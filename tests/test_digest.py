@@ -18,7 +18,8 @@ from _strategies import records_of
 from nan_detector import _digest
 from nan_detector._digest import digest_of, read_digest
 from nan_detector._reading import FIRST_LINES, Problem, read_lines
-from nan_detector._records import RECORDS, GradEvent, NaNEvent, Record, RunRecord, StepRow, WarningRecord
+from nan_detector._record import Record
+from nan_detector._records import RECORDS, GradEvent, NaNEvent, RunRecord, StepRow, WarningRecord
 from nan_detector._thinning import EVENTS, RECENT, SPREAD, Thinned
 
 

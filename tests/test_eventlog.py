@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from _strategies import records_of, same
 from nan_detector._eventlog import ROWS_KEPT_BACK, SECONDS_KEPT_BACK, EventLog, events, read_log
-from nan_detector._records import RECORDS, GradEvent, NaNEvent, Record, RunRecord, StepRow, WarningRecord
+from nan_detector._record import Record
+from nan_detector._records import RECORDS, GradEvent, NaNEvent, RunRecord, StepRow, WarningRecord
 
 EVENT = NaNEvent(event_id="r0-87", status="provisional", step=87, phase="forward", severity="error", loss=float("nan"))
 FINAL = replace(EVENT, status="final", op="sqrt")

@@ -37,7 +37,7 @@ class Rule:
 # The first rule that fits counts.
 TABLE = (
     # Layer 0: records, errors, options. Plain data.
-    Rule(0, Torch.NEVER, ("_config", "_errors", "_on_import", "_records", "_trace", "_version")),
+    Rule(0, Torch.NEVER, ("_answers", "_config", "_errors", "_on_import", "_record", "_records", "_trace", "_version")),
     # Layer 1: what works on records and source text alone.
     Rule(
         1,

@@ -26,15 +26,8 @@ from _logs import digest, evil_log
 from _strategies import records_of
 from nan_detector._cli.app import main
 from nan_detector._digest import digest_of
-from nan_detector._records import (
-    LayerPeak,
-    LossTerm,
-    NaNEvent,
-    Record,
-    RunRecord,
-    Site,
-    StepRow,
-)
+from nan_detector._record import Record
+from nan_detector._records import LayerPeak, LossTerm, NaNEvent, RunRecord, Site, StepRow
 from nan_detector._render.page import page, policy, style_sheet
 from nan_detector._render.page_view import IN_FULL, IN_LINES
 from nan_detector._render.palette import DARK, GROUNDS, LIGHT, LINES, TEXTS, contrast

@@ -15,22 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from _strategies import records_of, same
+from nan_detector._record import SCHEMA_VERSION, Record, encode
 from nan_detector._records import (
     RECORDS,
-    SCHEMA_VERSION,
     Cause,
     GradEvent,
     Location,
     LossTerm,
     NaNEvent,
-    Record,
     RunRecord,
     Site,
     StepRow,
     TensorStats,
     Trial,
     WarningRecord,
-    encode,
     record_from_dict,
 )
 from nan_detector._trace import Birth, GuiltyInput, Trace

@@ -18,18 +18,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
 from _strategies import records_of
-from nan_detector._records import (
-    RECORDS,
-    Cause,
-    GradEvent,
-    Location,
-    LossTerm,
-    NaNEvent,
-    Record,
-    Site,
-    TensorStats,
-    Trial,
-)
+from nan_detector._record import Record
+from nan_detector._records import RECORDS, Cause, GradEvent, Location, LossTerm, NaNEvent, Site, TensorStats, Trial
 from nan_detector._schema import main, mismatch, schema, schema_text
 
 ROOT = Path(__file__).parent.parent

@@ -13,21 +13,19 @@ from typing import TYPE_CHECKING
 from nan_detector._version import __version__
 
 if TYPE_CHECKING:
+    from nan_detector._answers import Cost, Hazard, StateProblem
     from nan_detector._detect import detect_nan
     from nan_detector._detector import NaNDetector
     from nan_detector._errors import NonFiniteError, NotAttachedError, OptionError
     from nan_detector._guard import train_with_nan_guard, watch_for_nans
     from nan_detector._records import (
         Cause,
-        Cost,
         GradEvent,
-        Hazard,
         Location,
         LossTerm,
         NaNEvent,
         RunRecord,
         Site,
-        StateProblem,
         StepRow,
         TensorStats,
         Trial,
@@ -64,9 +62,9 @@ __all__ = [
 # A second copy of the imports above, which a test compares: type checkers read those, Python these.
 _HOME = {
     "Cause": "_records",
-    "Cost": "_records",
+    "Cost": "_answers",
     "GradEvent": "_records",
-    "Hazard": "_records",
+    "Hazard": "_answers",
     "Location": "_records",
     "LossTerm": "_records",
     "NaNDetector": "_detector",
@@ -76,7 +74,7 @@ _HOME = {
     "OptionError": "_errors",
     "RunRecord": "_records",
     "Site": "_records",
-    "StateProblem": "_records",
+    "StateProblem": "_answers",
     "StepRow": "_records",
     "TensorStats": "_records",
     "Trial": "_records",

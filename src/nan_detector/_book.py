@@ -10,7 +10,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from nan_detector._config import Config
 from nan_detector._eventlog import EventLog
-from nan_detector._records import GradEvent, NaNEvent, Record, StepRow, WarningRecord
+from nan_detector._record import Record
+from nan_detector._records import GradEvent, NaNEvent, StepRow, WarningRecord
 from nan_detector._state import log_beside_stderr, logger, process_rank, strict
 from nan_detector._summary_title import headline, story
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from nan_detector import _patches
+from nan_detector._answers import Cost, Hazard, StateProblem
 from nan_detector._book import Book
 from nan_detector._config import PolicyOption, build_config
 from nan_detector._engine import Engine
@@ -23,7 +24,7 @@ from nan_detector._held import Held, held
 from nan_detector._ledger import Ledger
 from nan_detector._naming import models_of
 from nan_detector._recorder import History, Recorder
-from nan_detector._records import Cost, GradEvent, Hazard, NaNEvent, RunRecord, StateProblem, WarningRecord
+from nan_detector._records import GradEvent, NaNEvent, RunRecord, WarningRecord
 from nan_detector._session import session
 from nan_detector._state import is_replaying, logger, switched_off
 from nan_detector._state_check import first_problem

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from nan_detector._eventlog import log_files
 from nan_detector._reading import Problem, Unread, read_lines
-from nan_detector._records import GradEvent, NaNEvent, Record, RunRecord, StepRow, WarningRecord
+from nan_detector._record import Record
+from nan_detector._records import GradEvent, NaNEvent, RunRecord, StepRow, WarningRecord
 from nan_detector._thinning import Thinned
 
 #: What is kept of one run at most, the first ones each; the others are counted.

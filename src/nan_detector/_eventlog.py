@@ -19,7 +19,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nan_detector._records import SCHEMA_VERSION, NaNEvent, Record, StepRow, record_from_dict
+from nan_detector._record import SCHEMA_VERSION, Record
+from nan_detector._records import NaNEvent, StepRow, record_from_dict
 from nan_detector._schema import mismatch
 
 _LOGGER = logging.getLogger("nan_detector")

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import torch
 
+from nan_detector._answers import StateProblem
 from nan_detector._naming import is_wrapper, join, plain_path
 from nan_detector._quiet import quiet
-from nan_detector._records import NaNEvent, StateProblem
+from nan_detector._records import NaNEvent
 from nan_detector._run import Run
 from nan_detector._scrub import Scrub
 from nan_detector._scrub_slots import StateSlots

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nan_detector._answers import Hazard
 from nan_detector._entries import Entry, Outside, tokens_in
 from nan_detector._errors import ReplayRefused
 from nan_detector._hazard_observer import Near, Observer
@@ -18,7 +19,7 @@ from nan_detector._hit import one_at_a_time, relevant_entries
 from nan_detector._lineage import OpRecord
 from nan_detector._naming import Names
 from nan_detector._origin import _call, _layer, _location, _module_type, birth_of, silent_births, trace_of
-from nan_detector._records import Hazard, Phase
+from nan_detector._records import Phase
 from nan_detector._replay import Step
 from nan_detector._replayed import Replayed
 from nan_detector._run import Run

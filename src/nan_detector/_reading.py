@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from nan_detector._eventlog import is_torn, open_log, parse_line
-from nan_detector._records import SCHEMA_VERSION, Record
+from nan_detector._record import SCHEMA_VERSION, Record
 
 #: Bytes of a line from which it cannot be ours: the longest event has a hundredth of it.
 LONGEST_LINE = 16 * 2**20

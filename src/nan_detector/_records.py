@@ -1,107 +1,22 @@
-"""What the detector says, as plain frozen data: no tensors, JSON in and out.
+"""What the detector writes into its log, as plain frozen data: no tensors, JSON in and out.
 
 Field names are a public contract (see `docs/records.md` and `schema/`): other programs read them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
-SCHEMA_VERSION = 1
+from nan_detector._record import Record, float_field, nested_field
 
 Phase = Literal["data", "forward", "loss", "backward", "optimizer", "state"]
 Severity = Literal["error", "silent", "handled"]
 Reproduced = Literal["yes", "no", "not_tried"]
 Status = Literal["provisional", "final"]
 Verdict = Literal["data", "precision", "formula", "state", "optimizer", "compiler", "not_reproducible", "undecided"]
-
-R = TypeVar("R", bound="Record")
-
-
-class Record:
-    """Base of all records: conversion to and from JSON-safe dictionaries."""
-
-    __slots__ = ()  # without it the slots of every record would be in vain
-
-    #: Value of the "record" key of a log line; empty for records that only live inside others.
-    record: ClassVar[str] = ""
-    #: Properties that readers of the log expect beside the fields.
-    derived: ClassVar[tuple[str, ...]] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """A dictionary of JSON values: tuples become lists, non-finite floats the strings "nan", "inf", "-inf"."""
-        out: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "record": self.record} if self.record else {}
-        for f in dataclasses.fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
-            out[f.name] = encode(getattr(self, f.name))
-        for name in self.derived:
-            out[name] = encode(getattr(self, name))
-        return out
-
-    @classmethod
-    def from_dict(cls: type[R], data: Mapping[str, Any]) -> R:
-        """The record that `to_dict` gave. Unknown keys (a newer version's) are ignored.
-
-        Raises:
-            ValueError: A key that this record cannot do without is missing; the message names it.
-        """
-        kwargs: dict[str, Any] = {}
-        for f in dataclasses.fields(cls):  # type: ignore[arg-type]  # every subclass is a dataclass
-            if f.name not in data:
-                if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-                    raise ValueError(f"{cls.__name__} needs the key {f.name!r}, which this record does not have.")
-                continue
-            kwargs[f.name] = _decode(data[f.name], f.metadata.get("kind"))
-        return cls(**kwargs)
-
-
-def encode(value: Any) -> Any:
-    """`value` as JSON can hold it."""
-    if isinstance(value, Record):
-        return value.to_dict()
-    if isinstance(value, bool) or value is None or isinstance(value, (str, int)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else ("nan" if math.isnan(value) else "inf" if value > 0 else "-inf")
-    if isinstance(value, Mapping):
-        return {str(k): encode(v) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [encode(v) for v in value]
-    return str(value)
-
-
-_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
-
-def _decode(value: Any, kind: Any) -> Any:
-    if kind is float and isinstance(value, str):
-        return _NON_FINITE.get(value, value)
-    if kind == "float_map" and isinstance(value, Mapping):
-        return {k: _decode(v, float) for k, v in value.items()}
-    if isinstance(kind, type) and issubclass(kind, Record):
-        if isinstance(value, list):
-            return tuple(kind.from_dict(v) for v in value)
-        return None if value is None else kind.from_dict(value)
-    return tuple(_decode(v, kind) for v in value) if isinstance(value, list) else value
-
-
-def _float(default: Any = dataclasses.MISSING) -> Any:
-    return (
-        field(metadata={"kind": float})
-        if default is dataclasses.MISSING
-        else field(default=default, metadata={"kind": float})
-    )
-
-
-def _nested(kind: type[Record], default: Any = dataclasses.MISSING) -> Any:
-    return (
-        field(metadata={"kind": kind})
-        if default is dataclasses.MISSING
-        else field(default=default, metadata={"kind": kind})
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +44,10 @@ class TensorStats(Record):
     shape: tuple[int, ...]
     dtype: str
     device: str
-    min: float | None = _float(None)
-    max: float | None = _float(None)
-    mean: float | None = _float(None)
-    min_nonzero: float | None = _float(None)
+    min: float | None = float_field(None)
+    max: float | None = float_field(None)
+    mean: float | None = float_field(None)
+    min_nonzero: float | None = float_field(None)
     nan_count: int = 0
     posinf_count: int = 0
     neginf_count: int = 0
@@ -158,7 +73,7 @@ class Site(Record):
     phase: str
     layer_name: str | None = None
     module_type: str | None = None
-    location: Location | None = _nested(Location, None)
+    location: Location | None = nested_field(Location, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +106,10 @@ class LossTerm(Record):
     """
 
     text: str
-    value: float = _float()
+    value: float = float_field()
     finite: bool = True
-    weight: float = _float(1.0)
-    location: Location | None = _nested(Location, None)
+    weight: float = float_field(1.0)
+    location: Location | None = nested_field(Location, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,14 +137,14 @@ class NaNEvent(Record):
     call: str | None = None
     layer_name: str | None = None
     module_type: str | None = None
-    location: Location | None = _nested(Location, None)
+    location: Location | None = nested_field(Location, None)
     tensor_name: str | None = None
-    inputs: tuple[TensorStats, ...] = _nested(TensorStats, ())
-    output: TensorStats | None = _nested(TensorStats, None)
-    cause: Cause | None = _nested(Cause, None)
-    trials: tuple[Trial, ...] = _nested(Trial, ())
+    inputs: tuple[TensorStats, ...] = nested_field(TensorStats, ())
+    output: TensorStats | None = nested_field(TensorStats, None)
+    cause: Cause | None = nested_field(Cause, None)
+    trials: tuple[Trial, ...] = nested_field(Trial, ())
     verdict: Verdict = "undecided"
-    spread: tuple[Site, ...] = _nested(Site, ())
+    spread: tuple[Site, ...] = nested_field(Site, ())
     before: tuple[str, ...] = ()
     reproduced: Reproduced = "not_tried"
     micro_step: int = 0
@@ -241,10 +156,10 @@ class NaNEvent(Record):
     symptom: str = ""
     action: str = ""
     notes: tuple[str, ...] = ()
-    loss: float | None = _float(None)
+    loss: float | None = float_field(None)
     time: float = 0.0
-    loss_terms: tuple[LossTerm, ...] = _nested(LossTerm, ())
-    first_use: Location | None = _nested(Location, None)
+    loss_terms: tuple[LossTerm, ...] = nested_field(LossTerm, ())
+    first_use: Location | None = nested_field(Location, None)
     bad_buffers: tuple[str, ...] = ()
     derivative: bool | None = None
 
@@ -310,8 +225,8 @@ class GradEvent(Record):
     batch_idx: int
     layer_name: str
     param_name: str
-    grad_norm: float = _float()
-    threshold: float = _float()
+    grad_norm: float = float_field()
+    threshold: float = float_field()
     rank: int = 0
 
 
@@ -325,121 +240,9 @@ class WarningRecord(Record):
     step: int
     message: str
     layer_name: str | None = None
-    value: float | None = _float(None)
-    location: Location | None = _nested(Location, None)
+    value: float | None = float_field(None)
+    location: Location | None = nested_field(Location, None)
     rank: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Hazard(Record):
-    """An operation of a healthy step that is near an edge: what `hazards()` gives, nearest first.
-
-    `kind` is a short stable word. `distance` is in decades, as the operation's own scale counts them: 0.0 is the edge
-    itself, 0.3 a factor of two from it. `value` is the nearest value and `count` the number of elements about as near.
-    """
-
-    kind: str
-    distance: float
-    op: str
-    step: int
-    phase: Phase
-    message: str
-    call: str | None = None
-    layer_name: str | None = None
-    module_type: str | None = None
-    location: Location | None = _nested(Location, None)
-    value: float | None = _float(None)
-    count: int = 0
-    forecast_step: int | None = None
-
-    def __str__(self) -> str:
-        where = "no line is known"
-        if self.location is not None:
-            at = self.location
-            where = f"{at.file}:{at.line}" if at.cell is None else f"cell {at.cell}, line {at.line}"
-        layer = f"{self.layer_name} " if self.layer_name is not None else ""
-        return f"{self.distance:.2f}  {self.kind}  {layer}{self.call or self.op}  {where}: {self.message}"
-
-
-@dataclass(frozen=True, slots=True)
-class OpSeen(Record):
-    """One operation of a replay near a birth, in `nan-detector replay --ops`: the values that it took and gave.
-
-    `number` is its place among the operations of the step, `where` its line.
-    """
-
-    number: int
-    op: str
-    phase: str
-    layer_name: str | None
-    where: str
-    inputs: tuple[TensorStats, ...] = _nested(TensorStats, ())
-    output: TensorStats | None = _nested(TensorStats, None)
-    is_birth: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StateProblem(Record):
-    """State that is not finite: what `check_state()` gives.
-
-    `kind` is "parameter", "buffer" or "optimizer"; `value` describes a tensor, `number` a hyperparameter.
-    """
-
-    kind: str
-    tensor_name: str
-    layer_name: str | None = None
-    value: TensorStats | None = _nested(TensorStats, None)
-    number: float | None = _float(None)
-
-    def __str__(self) -> str:
-        if self.value is None:
-            return f"{self.tensor_name} is {self.number}"
-        counts = {"NaN": self.value.nan_count, "+inf": self.value.posinf_count, "-inf": self.value.neginf_count}
-        said = ", ".join(f"{n} {name}" for name, n in counts.items() if n)
-        return f"{self.tensor_name} is not finite: {said} of {self.value.numel} values"
-
-
-@dataclass(frozen=True, slots=True)
-class Cost(Record):
-    """What a watch costs: what `cost()` gives.
-
-    Times are per step, over the last 1000 steps: what the detector's own work took, without what its hooks make the
-    rest wait. Memory is what is held at the moment: `recorder_bytes` by the flight recorder and the places that layers
-    are measured into, `moment_bytes` by the kept starts of model calls (their inputs, random states, copied buffers),
-    `tape_bytes` by other tensors from outside the step, `snapshot_bytes` by the state that "rollback" goes back to,
-    `shadow_bytes` by the copies of `protect="full"`. Inputs that the program holds as well are counted all the same.
-    """
-
-    derived: ClassVar[tuple[str, ...]] = ("held_bytes",)
-
-    steps: int
-    mean_ms: float = _float()
-    median_ms: float = _float()
-    max_ms: float = _float()
-    recorder_bytes: int = 0
-    moment_bytes: int = 0
-    tape_bytes: int = 0
-    snapshot_bytes: int = 0
-    shadow_bytes: int = 0
-
-    @property
-    def held_bytes(self) -> int:
-        """All of it together."""
-        return self.recorder_bytes + self.moment_bytes + self.tape_bytes + self.snapshot_bytes + self.shadow_bytes
-
-    def __str__(self) -> str:
-        held = {
-            "recorder": self.recorder_bytes,
-            "model calls": self.moment_bytes,
-            "tape": self.tape_bytes,
-            "snapshots": self.snapshot_bytes,
-            "shadows": self.shadow_bytes,
-        }
-        parts = ", ".join(f"{name} {size:,} B" for name, size in held.items() if size) or "nothing"
-        return (
-            f"{self.steps} steps, {self.mean_ms:.3f} ms each (median {self.median_ms:.3f}, most {self.max_ms:.3f}); "
-            f"held: {parts}"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -447,8 +250,8 @@ class LayerPeak(Record):
     """The largest magnitude in what a layer put out, and the largest finite number of its dtype, where known."""
 
     layer_name: str
-    abs_max: float = _float()
-    limit: float | None = _float(None)
+    abs_max: float = float_field()
+    limit: float | None = float_field(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,13 +264,13 @@ class StepRow(Record):
     record: ClassVar[str] = "step"
 
     step: int
-    loss: float | None = _float(None)
-    grad_norm: float | None = _float(None)
-    max_grad_norm: float | None = _float(None)
-    lr: float | None = _float(None)
-    loss_scale: float | None = _float(None)
+    loss: float | None = float_field(None)
+    grad_norm: float | None = float_field(None)
+    max_grad_norm: float | None = float_field(None)
+    lr: float | None = float_field(None)
+    loss_scale: float | None = float_field(None)
     rank: int = 0
-    layers: tuple[LayerPeak, ...] = _nested(LayerPeak, ())
+    layers: tuple[LayerPeak, ...] = nested_field(LayerPeak, ())
 
 
 @dataclass(frozen=True, slots=True)

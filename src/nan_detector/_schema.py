@@ -13,7 +13,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from nan_detector._records import RECORDS, SCHEMA_VERSION, Record
+from nan_detector._record import SCHEMA_VERSION, Record
+from nan_detector._records import RECORDS
 
 _NON_FINITE = ["nan", "inf", "-inf"]
 

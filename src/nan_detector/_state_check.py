@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from nan_detector import _finite
+from nan_detector._answers import StateProblem
 from nan_detector._moment import is_passive_buffer
 from nan_detector._naming import is_wrapper, join, plain_path
 from nan_detector._quiet import quiet
-from nan_detector._records import StateProblem
 
 Tensor = torch.Tensor
 

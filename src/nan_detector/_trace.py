@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from nan_detector._records import Location, Record, Site, TensorStats, _nested
+from nan_detector._record import Record, nested_field
+from nan_detector._records import Location, Site, TensorStats
 
 #: In the note of a birth: the infinities that reached it were logarithms of masked classes.
 THROUGH_LOG_SOFTMAX = "(through log_softmax)"
@@ -40,8 +41,8 @@ class GuiltyInput(Record):
     """
 
     position: int
-    whole: TensorStats = _nested(TensorStats)
-    at_guilty: TensorStats | None = _nested(TensorStats, None)
+    whole: TensorStats = nested_field(TensorStats)
+    at_guilty: TensorStats | None = nested_field(TensorStats, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +74,20 @@ class Birth(Record):
     call: str | None = None
     layer_name: str | None = None
     module_type: str | None = None
-    location: Location | None = _nested(Location, None)
+    location: Location | None = nested_field(Location, None)
     tensor_name: str | None = None
-    inputs: tuple[GuiltyInput, ...] = _nested(GuiltyInput, ())
-    output: TensorStats | None = _nested(TensorStats, None)
+    inputs: tuple[GuiltyInput, ...] = nested_field(GuiltyInput, ())
+    output: TensorStats | None = nested_field(TensorStats, None)
     guilty_count: int = 0
     args: tuple[str, ...] = ()
     derivative_of: str | None = None
-    forward_inputs: tuple[TensorStats, ...] = _nested(TensorStats, ())
+    forward_inputs: tuple[TensorStats, ...] = nested_field(TensorStats, ())
     in_library: bool = False
     first_bad_index: tuple[int, ...] = ()
     sample_index: tuple[int, ...] = ()
     guilty_rows: tuple[int, ...] = ()
     note: str = ""
-    first_use: Location | None = _nested(Location, None)
+    first_use: Location | None = nested_field(Location, None)
     bad_column: int | None = None
 
 
@@ -105,9 +106,9 @@ class Trace(Record):
         learning_rates: Learning rate of recent steps, oldest first.
     """
 
-    birth: Birth | None = _nested(Birth, None)
-    others: tuple[Birth, ...] = _nested(Birth, ())
-    spread: tuple[Site, ...] = _nested(Site, ())
+    birth: Birth | None = nested_field(Birth, None)
+    others: tuple[Birth, ...] = nested_field(Birth, ())
+    spread: tuple[Site, ...] = nested_field(Site, ())
     reached: tuple[str, ...] = ()
     autocast: bool = False
     grad_norms: tuple[float, ...] = field(default=(), metadata={"kind": float})

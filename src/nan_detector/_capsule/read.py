@@ -13,7 +13,8 @@ import torch
 from nan_detector._capsule import layout
 from nan_detector._capsule.tensors import Reader
 from nan_detector._errors import CapsuleError
-from nan_detector._records import NaNEvent, _decode, record_from_dict
+from nan_detector._record import _decode
+from nan_detector._records import NaNEvent, record_from_dict
 from nan_detector._schema import LARGEST, mismatch
 
 Tensor = torch.Tensor

@@ -14,7 +14,7 @@ from nan_detector._capsule.tensors import Writer
 from nan_detector._entries import Entry, Made, Outside, tokens_in
 from nan_detector._moment import Moment
 from nan_detector._naming import Names
-from nan_detector._records import encode
+from nan_detector._record import encode
 from nan_detector._source import Mark, call_expression, location_of
 
 Tensor = torch.Tensor

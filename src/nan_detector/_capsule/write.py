@@ -23,7 +23,8 @@ from nan_detector._capsule.tape import TapeWriter, needed_entries
 from nan_detector._capsule.tensors import Writer
 from nan_detector._hit import relevant_entries
 from nan_detector._quiet import quiet
-from nan_detector._records import NaNEvent, encode
+from nan_detector._record import encode
+from nan_detector._records import NaNEvent
 from nan_detector._run import Run
 from nan_detector._run_folder import new_folder
 from nan_detector._state import logger, strict

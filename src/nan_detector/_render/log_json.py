@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nan_detector._digest import Digest, GradGroup, RunDigest, WarningGroup
-from nan_detector._records import SCHEMA_VERSION, encode
+from nan_detector._record import SCHEMA_VERSION, encode
 
 
 def digest_dict(digest: Digest) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nan_detector._records import OpSeen, TensorStats
+from nan_detector._answers import OpSeen
+from nan_detector._records import TensorStats
 from nan_detector._source_text import clean
 from nan_detector._summary import describe
 

@@ -279,6 +279,28 @@ def test_the_fix_names_a_learning_rate():
     assert best is not None and best.fix is not None and best.fix.startswith("a learning rate of 0.02 or less")
 
 
+DECAYED = (0.02, 0.01, 0.0, -0.01, -0.02, -0.03)
+
+
+@pytest.mark.parametrize("op", ["pow", "exp"])
+def test_a_learning_rate_below_0_is_told_as_such(op: str):
+    best, _ = diagnose(traced(overflowing(op), ("loss",), losses=GROWING, learning_rates=DECAYED))
+    assert best is not None and best.code == "learning_rate_too_high"
+    assert best.title == "the learning rate is below 0: each step goes uphill"
+    assert best.evidence[0] == "The learning rate is -0.03, and below 0 since 2 steps before."
+    assert best.fix == "end the schedule at 0: max(0.0, 1 - it / total), or stop there"
+
+
+def test_a_learning_rate_below_0_from_the_first_step_on_needs_no_growth_to_be_named():
+    best, _ = diagnose(exploding(losses=CALM, learning_rates=(-0.1, -0.1)))
+    assert best is not None and best.evidence[0] == "The learning rate is -0.1."
+
+
+def test_a_learning_rate_that_came_back_from_below_0_is_judged_as_any_other():
+    best, _ = diagnose(exploding(losses=GROWING, learning_rates=(-0.1, -0.1, 0.2, 0.2)))
+    assert best is not None and best.fix is not None and best.fix.startswith("a learning rate of 0.02 or less")
+
+
 def test_arithmetic_on_gradients_is_told_from_a_forward_value_that_comes_back():
     after, _ = diagnose(division_of_gradients(AFTER_THE_BACKWARD))
     through, _ = diagnose(division_of_gradients(THROUGH_THE_BACKWARD))

@@ -64,7 +64,8 @@ def diagnose(trace: Trace) -> tuple[Cause | None, tuple[Cause, ...]]:
     if not found:
         found = [*grown, *list(_answers(TOO_LARGE, birth, trace))[:1]]
     elif any(c.code == "exp_overflow" for c in found):
-        found += grown
+        uphill = bool(trace.learning_rates) and trace.learning_rates[-1] < 0  # no exponential is to blame for that
+        found = [*grown, *found] if uphill else [*found, *grown]
     found += _answers((backward.unselected_branch,), birth, trace)
     distinct = _first_of_each_code(found)
     if not distinct:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 from nan_detector._causes import cause
 from nan_detector._diagnosis.dtypes import is_half, plain
@@ -225,6 +226,8 @@ def learning_rate_too_high(birth: Birth, trace: Trace) -> Cause | None:
         return None
     found = growth(trace.losses)
     risen = jump(trace.learning_rates)
+    if trace.learning_rates and trace.learning_rates[-1] < 0:
+        return _uphill(birth, trace, found)
     if found is None and risen is None:
         return None
     said = [_norms(trace)]
@@ -247,6 +250,22 @@ def learning_rate_too_high(birth: Birth, trace: Trace) -> Cause | None:
         fix = "a tenth of the learning rate"
     more = "scale the inputs to unit variance, warm up, or clip_grad_norm_(params, 1.0)"
     return cause("learning_rate_too_high", *said, fix=f"{fix}; {more}")
+
+
+def _uphill(birth: Birth, trace: Trace, found: Growth | None) -> Cause:
+    """A rate below 0: no smaller one of its kind would help, and the steps overshoot nothing."""
+    rates = trace.learning_rates
+    steps = next((i for i, rate in enumerate(reversed(rates)) if not rate < 0), len(rates))
+    since = f", and below 0 since {steps - 1} steps before" if 1 < steps < len(rates) else ""
+    said = [f"The learning rate is {short(rates[-1])}{since}."]
+    if found is not None:
+        said.append(f"The loss grew from {_from_to(found)} in {found.steps} steps, {number(found.factor)}-fold each.")
+    said += [_norms(trace), f"{birth.call or birth.op} overflowed first; it only passed on what had grown."]
+    return replace(
+        cause("learning_rate_too_high", *said, fix="end the schedule at 0: max(0.0, 1 - it / total), or stop there"),
+        title="the learning rate is below 0: each step goes uphill",
+        explanation="Below 0 each step makes the loss larger, so everything grows until the largest operation overflows.",
+    )
 
 
 def gradient_explosion(birth: Birth, trace: Trace) -> Cause | None:

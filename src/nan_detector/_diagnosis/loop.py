@@ -264,7 +264,7 @@ def _uphill(birth: Birth, trace: Trace, found: Growth | None) -> Cause:
     return replace(
         cause("learning_rate_too_high", *said, fix="end the schedule at 0: max(0.0, 1 - it / total), or stop there"),
         title="the learning rate is below 0: each step goes uphill",
-        explanation="Below 0 each step makes the loss larger, so everything grows until the largest operation overflows.",
+        explanation="Each step then makes the loss larger, so everything grows until the largest operation overflows.",
     )
 
 

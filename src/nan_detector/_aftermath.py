@@ -23,11 +23,13 @@ from nan_detector._damage import (
     harms,
     retake_with_state,
 )
+from nan_detector._good_state import GoodState, was_finite
+from nan_detector._put_back import put_back
 from nan_detector._quiet import quiet
 from nan_detector._records import Reproduced
 from nan_detector._retake import Retake
-from nan_detector._rollback import GoodState, keep_optimizer, put_back, was_finite
 from nan_detector._run import Run
+from nan_detector._snapshot import keep_optimizer
 from nan_detector._source import here
 from nan_detector._stepped import Stepped
 from nan_detector._trace import Birth, Trace

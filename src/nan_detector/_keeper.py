@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from nan_detector._good_state import GoodState
+from nan_detector._put_back import put_back
 from nan_detector._recurrence import recurrence
-from nan_detector._rollback import GoodState, NotFinite, keep, put_back
 from nan_detector._run import Run
 from nan_detector._session import Session
+from nan_detector._snapshot import NotFinite, keep
 from nan_detector._state import is_replaying
 
 

@@ -10,7 +10,7 @@ import torch
 
 from nan_detector import _finite
 from nan_detector._before import number
-from nan_detector._rollback import GoodState, copied_value
+from nan_detector._good_state import GoodState, copied_value
 
 
 def recurrence(state: GoodState, known: Collection[Any], *, same_draws: bool) -> tuple[str, ...]:

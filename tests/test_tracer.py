@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nan_detector._births import birth_of
 from nan_detector._errors import ReplayRefused
 from nan_detector._lineage import Gen
 from nan_detector._op_values import set_version
-from nan_detector._origin import birth_of, is_silent, trace_of_line
+from nan_detector._origin import is_silent, trace_of_line
 from nan_detector._trace import BirthKind
 from nan_detector._tracer import OpTracer
 

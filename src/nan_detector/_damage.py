@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from nan_detector import _finite
+from nan_detector._births import birth_of
 from nan_detector._lineage import Gen, Line
-from nan_detector._origin import birth_of
 from nan_detector._quiet import quiet
 from nan_detector._retake import Retake, step_of, stepping, twin_of_step
 from nan_detector._source import Mark, is_user_code, location_of

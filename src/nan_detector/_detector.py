@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import statistics
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -20,15 +17,15 @@ from nan_detector._book import Book
 from nan_detector._config import PolicyOption, build_config
 from nan_detector._engine import Engine
 from nan_detector._errors import NotAttachedError
-from nan_detector._held import Held, held
+from nan_detector._held import Held, cost_of, held
 from nan_detector._ledger import Ledger
 from nan_detector._naming import models_of
 from nan_detector._recorder import History, Recorder
-from nan_detector._records import GradEvent, NaNEvent, RunRecord, WarningRecord
+from nan_detector._records import GradEvent, NaNEvent, WarningRecord
+from nan_detector._run_record import run_record
 from nan_detector._session import session
 from nan_detector._state import is_replaying, logger, switched_off
 from nan_detector._state_check import first_problem
-from nan_detector._version import __version__
 
 if TYPE_CHECKING:
     from nan_detector._session import Session
@@ -180,7 +177,7 @@ class NaNDetector:
             self._ledger, self._overheads, self._steps = Ledger(), (), 0
             return self
         self._book = Book(self._config)
-        self._book.write(self._run_record())
+        self._book.write(run_record(self._config, self._models))
         engine = Engine(self._models, self._config, self._book)
         self._engine, self._session = engine, session()
         self._recorder, self._overheads, self._ledger = engine.run.recorder, engine.overheads, engine.run.ledger
@@ -396,18 +393,7 @@ class NaNDetector:
             bytes_ = held(engine, current)
         else:
             bytes_ = Held(recorder=self._recorder.nbytes)
-        spent = list(self._overheads)
-        return Cost(
-            steps=self._steps,
-            mean_ms=statistics.fmean(spent) if spent else 0.0,
-            median_ms=statistics.median(spent) if spent else 0.0,
-            max_ms=max(spent, default=0.0),
-            recorder_bytes=bytes_.recorder,
-            moment_bytes=bytes_.moments,
-            tape_bytes=bytes_.tape,
-            snapshot_bytes=bytes_.snapshots,
-            shadow_bytes=bytes_.shadows,
-        )
+        return cost_of(self._steps, list(self._overheads), bytes_)
 
     @property
     def history(self) -> History:
@@ -426,25 +412,6 @@ class NaNDetector:
     def _notice(self) -> None:
         if self._engine is not None and not is_replaying():
             self._engine.run.noticed = True
-
-    def _run_record(self) -> RunRecord:
-        config = self._config
-        return RunRecord(
-            started=time.time(),
-            package_version=__version__,
-            torch_version=torch.__version__,
-            python_version=platform.python_version(),
-            platform=platform.platform(),
-            options={
-                "watch": config.watch.value,
-                "on_nan": getattr(config.on_nan, "value", "callable"),
-                "stop_on_first": config.stop_on_first,
-                "grad_norm_warn": config.grad_norm_warn,
-                "replay": config.replay.value,
-                "history": config.history,
-            },
-            models=tuple(type(m).__name__ for m in self._models.values()),
-        )
 
 
 def _abandoned(engine: Engine, current: Session, book: Book) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nan_detector import _finite
+from nan_detector._births import birth_of, sites
 from nan_detector._entries import Entry
 from nan_detector._finding import Finding
 from nan_detector._lineage import Gen
-from nan_detector._origin import birth_of, sites
 from nan_detector._quiet import quiet
 from nan_detector._replayed import Replayed
 from nan_detector._tape import Tape

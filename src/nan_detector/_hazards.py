@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from nan_detector._answers import Hazard
+from nan_detector._births import birth_of, call_of, layer_of, module_type_of, place_of
 from nan_detector._entries import Entry, Outside, tokens_in
 from nan_detector._errors import ReplayRefused
 from nan_detector._hazard_observer import Near, Observer
 from nan_detector._hit import one_at_a_time, relevant_entries
 from nan_detector._lineage import OpRecord
 from nan_detector._naming import Names
-from nan_detector._origin import _call, _layer, _location, _module_type, birth_of, silent_births, trace_of
+from nan_detector._origin import silent_births, trace_of
 from nan_detector._records import Phase
 from nan_detector._replay import Step
 from nan_detector._replayed import Replayed
@@ -247,10 +248,10 @@ def _hazard(near: Near, step: int) -> Hazard:
         kind=near.kind,
         distance=near.distance,
         op=_op(record),
-        call=_call(record),
-        layer_name=_layer(record),
-        module_type=_module_type(record),
-        location=_location(record),
+        call=call_of(record),
+        layer_name=layer_of(record),
+        module_type=module_type_of(record),
+        location=place_of(record),
         phase="backward" if record.phase == "backward" else "forward" if record.phase == "forward" else "loss",
         value=near.value,
         count=near.count,

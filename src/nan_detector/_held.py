@@ -1,4 +1,4 @@
-"""What an attached detector keeps in memory, in bytes: the half of `NaNDetector.cost` that is not time.
+"""What a watch costs: `NaNDetector.cost`, and what an attached detector keeps in memory, in bytes.
 
 Tensors are counted by the memory behind them, each once; what a watched model or its optimizer owns anyway, and what
 only refers to it, costs nothing.
@@ -6,11 +6,13 @@ only refers to it, costs nothing.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
+from nan_detector._answers import Cost
 from nan_detector._engine import Engine
 from nan_detector._entries import Entry, Outside, tensors_in, tokens_in
 from nan_detector._quiet import quiet
@@ -28,6 +30,27 @@ class Held(NamedTuple):
     tape: int = 0
     snapshots: int = 0
     shadows: int = 0
+
+
+def cost_of(steps: int, spent: list[float], bytes_: Held) -> Cost:
+    """The record of what a watch costs.
+
+    Args:
+        steps: Steps that were watched.
+        spent: Milliseconds that the last of them took.
+        bytes_: What is held.
+    """
+    return Cost(
+        steps=steps,
+        mean_ms=statistics.fmean(spent) if spent else 0.0,
+        median_ms=statistics.median(spent) if spent else 0.0,
+        max_ms=max(spent, default=0.0),
+        recorder_bytes=bytes_.recorder,
+        moment_bytes=bytes_.moments,
+        tape_bytes=bytes_.tape,
+        snapshot_bytes=bytes_.snapshots,
+        shadow_bytes=bytes_.shadows,
+    )
 
 
 def held(engine: Engine, current: Session) -> Held:

@@ -14,11 +14,12 @@ import torch
 from nan_detector import _finite
 from nan_detector._again import Again
 from nan_detector._bad_weights import overwritten, poisoned_buffers, weights_lost
+from nan_detector._births import birth_of
 from nan_detector._entries import Entry
 from nan_detector._errors import ReplayRefused
 from nan_detector._finding import Finding, concluded
 from nan_detector._naming import Names
-from nan_detector._origin import birth_of, silent_births
+from nan_detector._origin import silent_births
 from nan_detector._records import LossTerm
 from nan_detector._repair import site_of
 from nan_detector._replay import Step

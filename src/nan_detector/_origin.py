@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from nan_detector import _finite
-from nan_detector._lineage import EMPTY, Gen, Line, OpRecord
+from nan_detector._births import birth_of, call_of, layer_of, location_text, module_type_of, place_of, sites
+from nan_detector._lineage import EMPTY, Gen, Line
 from nan_detector._quiet import quiet
-from nan_detector._records import Location, Site, TensorStats
 from nan_detector._replayed import Replayed
-from nan_detector._source import call_expression, location_of
 from nan_detector._trace import THROUGH_LOG_SOFTMAX, Birth, BirthKind, Trace
 from nan_detector._tracer import OpTracer, Tensor
 
-#: Further births and sites named in a trace.
+#: Further births named in a trace.
 MAX_OTHERS = 4
-MAX_SITES = 24
 
 _REPLACES = frozenset("nan_to_num where masked_fill index masked_select masked_scatter nansum index_put".split())
 _WEIGHS = frozenset(
@@ -25,24 +22,6 @@ _WEIGHS = frozenset(
 )
 
 _LOG_SUMS = ("logsumexp", "logaddexp", "logcumsumexp")
-#: Calls by which a program writes a number that it names itself; of any other, the library chose the constant.
-_WRITE_LITERALS = (
-    *(
-        "full",
-        "full_like",
-        "new_full",
-        "tensor",
-        "new_tensor",
-        "as_tensor",
-        "scalar_tensor",
-        "where",
-        "fill",
-        "index_fill",
-    ),
-    *("masked_fill", "index_put", "scatter", "constant", "pad", "clamp", "nan_to_num"),
-)
-
-_SOURCES = (BirthKind.PARAMETER, BirthKind.BUFFER, BirthKind.INPUT, BirthKind.LABEL)
 
 
 def trace_of(replayed: Replayed) -> Trace:
@@ -179,10 +158,10 @@ def _intended_reached(harm: Line) -> Birth | None:
         op=op,
         aten=record.info.aten,
         phase=record.phase,
-        call=_call(record),
-        layer_name=_layer(record),
-        module_type=_module_type(record),
-        location=_location(record),
+        call=call_of(record),
+        layer_name=layer_of(record),
+        module_type=module_type_of(record),
+        location=place_of(record),
         inputs=(),
         args=record.args,
         in_library=True,
@@ -193,7 +172,7 @@ def _intended_reached(harm: Line) -> Birth | None:
 def _written(harm: Line) -> str:
     """Where the infinities were written, and whether a log_softmax took them for masked classes."""
     first = min(harm, key=lambda g: g.order)
-    place = _location(first.record)
+    place = place_of(first.record)
     said = f", written at {location_text(first.record)}" if place is not None else ""
     return said + (f" {THROUGH_LOG_SOFTMAX}" if any(r.info.op == "log_softmax" for r in first.passed) else "")
 
@@ -201,106 +180,3 @@ def _written(harm: Line) -> str:
 def _weighed(gen: Gen) -> bool:
     """True for -inf that went into a softmax or its kin, where it means weight 0."""
     return any(r.info.op in _WEIGHS for r in gen.passed) or any(r.info.op in _WEIGHS for r in gen.ended)
-
-
-def birth_of(gen: Gen) -> Birth:
-    """A birth as plain data."""
-    record = gen.record
-    forward = record.forward if record.phase == "backward" and not record.own_frame else None
-    source = gen.kind in _SOURCES
-    op = forward.info.op if forward is not None else record.info.op
-    library = False
-    if gen.kind is BirthKind.CONSTANT and record.api and record.api not in (op, *_WRITE_LITERALS):
-        op, library = record.api, True
-    if gen.kind is BirthKind.GRADIENT:
-        op = "backward"
-    kind = BirthKind.OPERATION if library else gen.kind
-    layer = _layer(record)
-    if source and gen.name and gen.kind in (BirthKind.PARAMETER, BirthKind.BUFFER):
-        layer = gen.name.rpartition(".")[0] or "root"
-    return Birth(
-        number=record.index,
-        kind=kind.value,
-        op=op,
-        aten=record.info.aten,
-        phase={
-            BirthKind.PARAMETER: "state",
-            BirthKind.BUFFER: "state",
-            BirthKind.INPUT: "data",
-            BirthKind.LABEL: "data",
-        }.get(gen.kind, record.phase),
-        call=None if source else _call(record),
-        layer_name=None if gen.kind in (BirthKind.INPUT, BirthKind.LABEL) else layer,
-        module_type=None if source else _module_type(record),
-        location=None if source else _location(record),
-        tensor_name=gen.name,
-        inputs=gen.inputs,
-        output=gen.output,
-        guilty_count=gen.guilty,
-        args=record.args,
-        derivative_of=forward.info.op if forward is not None else None,
-        forward_inputs=_forward_inputs(forward),
-        in_library=library,
-        first_bad_index=gen.first_bad,
-        sample_index=gen.rows if gen.kind in (BirthKind.INPUT, BirthKind.LABEL) else (),
-        guilty_rows=gen.rows,
-        bad_column=gen.column,
-        first_use=_location(record) if source else None,
-        note=gen.note,
-    )
-
-
-def _forward_inputs(forward: OpRecord | None) -> tuple[TensorStats, ...]:
-    if forward is None:
-        return ()
-    tensors = (t if isinstance(t, Tensor) else t() for t in forward.inputs)
-    with quiet():
-        return tuple(_finite.stats(t) for t in tensors if t is not None)
-
-
-def sites(gen: Gen) -> tuple[Site, ...]:
-    """The places a birth passed, neighbours at one place folded into one."""
-    out: list[Site] = []
-    for record in [gen.record, *gen.passed]:
-        layer = _layer(record)
-        if out and out[-1].layer_name == layer and out[-1].phase == record.phase and layer is not None:
-            continue
-        op = record.forward.info.op if record.forward is not None and not record.own_frame else record.info.op
-        site = Site(
-            op=op, phase=record.phase, layer_name=layer, module_type=_module_type(record), location=_location(record)
-        )
-        if not out or (out[-1].location, out[-1].phase) != (site.location, site.phase):
-            out.append(site)
-    return tuple(out[:MAX_SITES])
-
-
-def _location(record: OpRecord) -> Location | None:
-    return location_of(record.mark) if record.mark is not None else None
-
-
-def _call(record: OpRecord) -> str | None:
-    return (call_expression(record.mark) if record.mark is not None else None) or record.api
-
-
-def _layer(record: OpRecord) -> str | None:
-    return record.module[0] if record.module is not None else None
-
-
-def _module_type(record: OpRecord) -> str | None:
-    return record.module[1] if record.module is not None else None
-
-
-def name_of_op(record: OpRecord) -> str:
-    """Plain name of an operation; of one in the backward, with the forward operation whose derivative it is."""
-    forward = record.forward if not record.own_frame else None
-    return record.info.op if forward is None else f"{record.info.op} (backward of {forward.info.op})"
-
-
-def location_text(record: OpRecord) -> str:
-    """File and line of an operation, as far as they are known."""
-    return _where(record)
-
-
-def _where(record: OpRecord) -> str:
-    location = _location(record)
-    return f"{location.file}:{location.line}" if location is not None else record.info.op

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nan_detector._births import birth_of
 from nan_detector._diagnosis import diagnose
 from nan_detector._events import silent_event
 from nan_detector._finding import Finding
@@ -18,7 +19,7 @@ from nan_detector._hit import investigate
 from nan_detector._layers import Layers, suspicious_layers
 from nan_detector._lineage import Gen
 from nan_detector._live import Live
-from nan_detector._origin import birth_of, silent_births
+from nan_detector._origin import silent_births
 from nan_detector._session import Session, session
 from nan_detector._stored import Stored, candidates, stored
 from nan_detector._trace import BirthKind, Trace

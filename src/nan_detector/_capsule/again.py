@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from nan_detector._answers import OpSeen
+from nan_detector._births import location_text, name_of_op
 from nan_detector._capsule.endings import Loss, with_gradients, with_loss
 from nan_detector._capsule.evidence import Evidence
 from nan_detector._capsule.read import Capsule
@@ -23,7 +24,6 @@ from nan_detector._gate import Suspicion
 from nan_detector._hit import investigate
 from nan_detector._lineage import OpRecord
 from nan_detector._naming import models_of
-from nan_detector._origin import location_text, name_of_op
 from nan_detector._quiet import quiet
 from nan_detector._records import Location, NaNEvent
 from nan_detector._trials import with_trials

@@ -313,3 +313,44 @@ def test_mended_in_time_is_forgiven() -> None:
                 spoil_buffer(model, opt)
                 model.table_of_codes.zero_()
     assert det.all_events == [] and det.warnings == []
+
+
+class Trust(torch.optim.Optimizer):
+    """A trust ratio by hand: 0/0 for a layer that got no gradient, in its momentum and in its weight."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+            momentum.mul_(0.9).add_(p.grad * (p.norm() / p.grad.norm()))
+            p.sub_(momentum, alpha=0.01)
+
+
+class Spare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, spare: bool) -> torch.Tensor:
+        return self.used(x) + self.spare(x) if spare else self.used(x)
+
+
+def test_weights_that_went_bad_with_their_momentum_are_dated_to_where_both_were_last_seen_finite() -> None:
+    torch.manual_seed(0)
+    model = Spare()
+    optimizer = Trust(model.parameters())
+    with NaNDetector(model, verbose=False) as det:
+        for i in range(120):
+            x = torch.randn(8, 4)
+            optimizer.zero_grad(set_to_none=False)
+            (model(x, i < 40) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+            if det.triggered:
+                break
+    event = det.event
+    assert event is not None and event.phase == "optimizer" and event.step > 40
+    since = next(int(n.split("step ")[1].split(",")[0]) for n in event.notes if n.endswith("or a later one"))
+    assert since <= 40 and event.weights == f"damaged since step {since}"

@@ -25,9 +25,10 @@ from nan_detector._repair import site_of
 from nan_detector._replay import Step
 from nan_detector._replayed import Replayed
 from nan_detector._run_step import Call
-from nan_detector._samples import sample_ids
+from nan_detector._samples import as_it_came, sample_ids
 from nan_detector._state import logger, strict
 from nan_detector._tape import Tape
+from nan_detector._trace import BirthKind
 
 #: What a replay changes for the process (the stance of compiled code, `Module.__call__`) is put back in order.
 _one_at_a_time = threading.RLock()
@@ -153,8 +154,11 @@ def _loss_terms(step: Step, replayed: Replayed, micro_step: int) -> tuple[LossTe
 
 
 def _with_samples(finding: Finding, names: Names, entries: list[Entry]) -> Finding:
-    """`finding` with the names of its samples, where the batch carries them."""
+    """`finding` with its samples as the batch counts them, and their names where the batch carries them."""
     birth = finding.trace.birth if finding.trace is not None else None
+    if birth is not None and birth.kind in (BirthKind.INPUT.value, BirthKind.LABEL.value):
+        birth = as_it_came(birth, entries)
+        finding = replace(finding, trace=replace(finding.trace, birth=birth))  # type: ignore[type-var]  # it has a birth
     if birth is None or not birth.sample_index or birth.output is None or not birth.output.shape:
         return finding
     ids = sample_ids(names, entries, birth.sample_index, birth.output.shape[0], birth.tensor_name or "")

@@ -104,8 +104,9 @@ class Responder:
         policy = self._policy(event)
         weights = self._weights(event, policy, stepping and not suspicion.erased, relevant_entries(current.tape))
         event = replace(event, weights=weights, action=policy.value)
-        if isinstance(suspicion.hyper, BadState) and suspicion.hyper.since is not None and event.phase == "state":
-            event = replace(event, weights=f"damaged since step {suspicion.hyper.since}")
+        since = suspicion.hyper.since if isinstance(suspicion.hyper, BadState) else None
+        if since is not None and event.phase in ("state", "optimizer"):
+            event = replace(event, weights=f"damaged since step {since}")
         event = self._with_capsule(current, self.explainer.dated(event))
         return self._decided(event, policy, key, later=optimizer is not None)
 
@@ -222,7 +223,7 @@ class Responder:
         self.run.book.provisional(event)
         event = self.explainer.explained(current, event, suspicion)
         policy = self._policy(event)
-        known = problem.since is not None and event.phase == "state"
+        known = problem.since is not None and event.phase in ("state", "optimizer")
         weights = f"damaged since step {problem.since}" if known else self._weights(event, policy, stepping=False)
         self._decided(replace(event, weights=weights, action=policy.value), policy, 0, later=False, refused=False)
 

@@ -15,6 +15,7 @@ import torch
 
 from nan_detector import _finite
 from nan_detector._aftermath import BadState
+from nan_detector._bad_weights import weights_state
 from nan_detector._before import GRAD_NORM_OF
 from nan_detector._damage import Harm, harms
 from nan_detector._quiet import hidden, quiet
@@ -144,7 +145,10 @@ class Rounds:
             return problem
         since = self._since[name]
         earliest = f"the optimizer's state is damaged since step {since or 0}, or a later one"
-        return replace(problem, notes=(earliest, *self._outsize(name, since or 0), _found(self.step, since)))
+        notes = (earliest, *self._outsize(name, since or 0), _found(self.step, since))
+        # Weights go bad with the state that moves them, and neither may have shown for as long.
+        lost = weights_state(self.run.names.parameters(), ()) != "clean"
+        return replace(problem, since=(since or 0) if lost else problem.since, notes=notes)
 
     def _outsize(self, state: str, since: int) -> tuple[str, ...]:
         """The step whose gradient stood out while this state went bad, for a person."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from nan_detector._entries import Entry, Made, Outside, Packed
+from nan_detector import _finite
+from nan_detector._entries import Entry, Made, Outside, Packed, tokens_in
 from nan_detector._naming import Names
 from nan_detector._quiet import quiet
+from nan_detector._trace import Birth
 
 #: Last word of a key under which a data set puts what tells its samples apart.
 _WORDS = frozenset(
@@ -20,6 +23,28 @@ _WORDS = frozenset(
 _OTHER = frozenset("input inputs position token tokens decoder encoder class label labels category cache group".split())
 #: Longest name that is shown.
 MAX_NAME = 120
+
+
+def as_it_came(birth: Birth, entries: Iterable[Entry]) -> Birth:
+    """`birth` of a tensor of the batch, with the shape and places that the user knows it by.
+
+    A recurrent layer with ``batch_first`` turns its input before it looks at a value, and so does a ``permute``: the
+    first operation that met the bad values saw them with time where the samples stand.
+    """
+    if birth.output is None:
+        return birth
+    for token in (t for e in entries for t in tokens_in((e.args, e.kwargs)) if isinstance(t, Outside)):
+        if token.name != birth.tensor_name or token.gone or token.changed:
+            continue
+        stats = _finite.stats(token.tensor)
+        turned = stats.shape != birth.output.shape and (stats.numel, stats.bad_count) == (
+            birth.output.numel,
+            birth.output.bad_count,
+        )
+        if turned and stats.bad_count:
+            first, rows = _finite.first_bad_index(token.tensor), _finite.bad_rows(token.tensor)
+            return replace(birth, output=stats, first_bad_index=first, sample_index=rows, guilty_rows=rows)
+    return birth
 
 
 def sample_ids(names: Names, entries: Iterable[Entry], rows: tuple[int, ...], size: int, near: str) -> tuple[str, ...]:

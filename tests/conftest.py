@@ -22,6 +22,12 @@ settings.register_profile("tests", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("tests")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(torch.compiler, "set_stance"):
+        # PyTorch before 2.6 warns of what it calls itself, in checkpointing.
+        config.addinivalue_line("filterwarnings", r"ignore:`torch\.cpu\.amp\.autocast:FutureWarning")
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """After each test: every hook, patch, mode, thread and setting is what it was before."""

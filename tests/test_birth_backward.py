@@ -223,7 +223,7 @@ def eigenvalues(x: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(torch.diag_embed(x)).sum(-1)
 
 
-FINE: list[Callable[[Tensor], Tensor]] = [
+FINE: list[Any] = [
     lambda x: x.abs(),
     lambda x: x.norm(dim=-1),
     lambda x: torch.linalg.norm(x, dim=-1),
@@ -239,7 +239,13 @@ FINE: list[Callable[[Tensor], Tensor]] = [
     lambda x: torch.where(x > 0, torch.where(x > 0, x, torch.ones_like(x)).sqrt(), torch.zeros_like(x)),
     lambda x: torch.log(x + 1e-6),
     lambda x: torch.prod(x, -1),
-    lambda x: torch.atan2(x, x),
+    pytest.param(
+        lambda x: torch.atan2(x, x),
+        marks=pytest.mark.skipif(
+            not torch.func.grad(lambda x: torch.atan2(x, x))(torch.tensor(0.0)).isfinite(),
+            reason="PyTorch before 2.5 gives atan2 an infinite derivative at (0, 0)",
+        ),
+    ),
     lambda x: x**1.5,
     lambda x: torch.sqrt(x[x > 0]).sum() + x.sum(),
     lambda x: torch.acos((1 - x).clamp(-1 + 1e-6, 1 - 1e-6)),

@@ -50,7 +50,7 @@ def test_a_checkpoint_with_a_bad_parameter(value: float, watch: str) -> None:
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
-    model.load_state_dict(torch.load(file))
+    model.load_state_dict(torch.load(file, weights_only=True))
     event = born(
         train(model, pairs(), mse, watch=watch), step=0, phase="state", tensor_name="bn.weight", layer_name="bn",
         weights="damaged since step 0",

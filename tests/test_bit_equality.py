@@ -41,6 +41,9 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("watch", ["step", "ops"])
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS, ids=lambda v: v if isinstance(v, str) else "-".join(v))
 def test_every_optimizer(name: str, options: dict[str, Any], watch: str) -> None:
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"PyTorch {torch.__version__} has no {name}")
+
     def make() -> Run:
         model = mlp(nn.ReLU(), nn.Dropout(0.1))
         return plain(model, getattr(torch.optim, name)(model.parameters(), **options))
@@ -150,7 +153,7 @@ def test_default_device_set_inside_the_watch(watch: str) -> None:
             if i == 2:
                 torch.set_default_device("cpu")
             loss = inner(i)
-            run.seen.append(str(torch.get_default_device()))
+            run.seen.append(str(torch.empty(0).device))
             if i == 4:
                 torch.set_default_device(None)
             return loss

@@ -159,6 +159,8 @@ def test_torchs_defaults_pass(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Adadelta", "Rprop", "Adafactor", "SparseAdam", "LBFGS"])
 def test_torchs_other_defaults_pass(name: str) -> None:
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"PyTorch {torch.__version__} has no {name}")
     assert bad_hyperparameter(getattr(torch.optim, name)([parameter()])) is None
 
 

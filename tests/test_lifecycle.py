@@ -409,7 +409,7 @@ def test_a_model_saved_whole_while_it_is_watched_needs_nothing_of_ours(tmp_path:
         assert det.event is None
         assert b"nan_detector" not in saved.read_bytes()
         subprocess.run([sys.executable, "-c", _WITHOUT_US, str(saved), str(result)], check=True, timeout=120)
-        assert torch.equal(torch.load(result), expected)
+        assert torch.equal(torch.load(result, weights_only=True), expected)
         # Once saved and loaded again it is an ordinary model, which can be watched.
         again = torch.load(saved, weights_only=False)
         with NaNDetector(again, watch=watch, verbose=False) as det:

@@ -95,7 +95,7 @@ def test_a_training_script(name: str, tmp_path: Path):
     assert watched.returncode == 0, watched.stderr
     assert "nan-detector" not in watched.stderr
     assert TIMES.sub("", watched.stdout) == TIMES.sub("", bare.stdout)
-    expected, found = torch.load(tmp_path / "bare.pt"), torch.load(tmp_path / "watched.pt")
+    expected, found = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("bare", "watched"))
     assert list(expected) == list(found) and all(torch.equal(expected[k], found[k]) for k in expected)
     assert final_events(tmp_path / "well") == []
 

@@ -29,6 +29,7 @@ def wrap_compiled_calls() -> None:
     set_frame = getattr(frame, "_maybe_set_eval_frame", None)
     guards: Any = getattr(frame, "_is_skip_guard_eval_unsafe_stance", None)
     if original is None or set_frame is None:
+        _wrap_calls_without_stances(frame)
         return
 
     def skips_guards() -> Any:
@@ -77,6 +78,42 @@ def wrap_compiled_calls() -> None:
         to_undo.append(lambda: setattr(frame, "_is_skip_guard_eval_unsafe_stance", guards))
     frame._maybe_set_eval_frame = maybe_set_eval_frame
     to_undo.append(lambda: setattr(frame, "_maybe_set_eval_frame", set_frame))
+    to_undo.append(_forget_compiled)
+
+
+def _wrap_calls_without_stances(frame: Any) -> None:
+    """The same before PyTorch 2.6: its call wrapper calls one function as it enters and as it leaves.
+
+    So does that of what `torch.compiler.disable` decorates, which leaves with the callback that it found: an entry is
+    told by the callback's being the wrapper's own.
+    """
+    set_frame = getattr(frame, "set_eval_frame", None)
+    if set_frame is None:
+        return
+
+    def set_eval_frame(callback: Any) -> Any:
+        current = sessions.current
+        inside = current.compiled if current is not None else None
+        if inside and inside[-1][0] is sys._getframe(1):
+            _, popped, _, aside = inside.pop()
+            before = set_frame(callback)
+            for live in reversed(aside):
+                live.step_back()
+            if not any(s.compiled for s in all_sessions()):
+                FUNCTION_APPLY[0].see()
+            if popped:
+                session().push()
+            return before
+        if callable(callback) and not is_replaying() and sys._getframe(1).f_locals.get("callback") is callback:
+            current = current or session()
+            aside = [live for live in current.lives if live.step_aside()]
+            current.compiled.append([sys._getframe(1), current.pop(), True, aside])
+            current.compiled_after = current.tape.entries[-1].number if current.tape.entries else -1
+            FUNCTION_APPLY[0].leave()
+        return set_frame(callback)
+
+    frame.set_eval_frame = set_eval_frame
+    to_undo.append(lambda: setattr(frame, "set_eval_frame", set_frame))
     to_undo.append(_forget_compiled)
 
 

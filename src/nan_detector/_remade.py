@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,7 +34,26 @@ def modes_of(entry: Entry) -> Iterator[None]:
 def eager_stance() -> Any:
     """Compiled code must run eagerly under a dispatch mode, or it is compiled wrongly for ever after."""
     set_stance = getattr(torch.compiler, "set_stance", None)
-    return set_stance("force_eager") if set_stance is not None else contextlib.nullcontext()
+    return set_stance("force_eager") if set_stance is not None else _eager_without_stances()
+
+
+@contextlib.contextmanager
+def _eager_without_stances() -> Iterator[None]:
+    """The same before PyTorch 2.6: a call of compiled code is told not to look for any."""
+    frame: Any = sys.modules.get("torch._dynamo.eval_frame")  # nothing is compiled before it is imported
+    original = getattr(frame, "set_eval_frame", None)
+    if original is None:
+        yield
+        return
+
+    def set_eval_frame(callback: Any) -> Any:
+        return original(None if callable(callback) else callback)
+
+    frame.set_eval_frame = set_eval_frame
+    try:
+        yield
+    finally:
+        frame.set_eval_frame = original
 
 
 def refuse_iterators(args: Any, kwargs: Any) -> None:

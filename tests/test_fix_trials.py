@@ -21,7 +21,7 @@ HALF = torch.float16
 @pytest.fixture(autouse=True)
 def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps as small as these take less time than what a replay costs before it begins."""
-    monkeypatch.setattr("nan_detector._trials.MAX_RUNS", 500)
+    monkeypatch.setattr("nan_detector._trial_lab.MAX_RUNS", 500)
 
 
 def fix_of(run: Run) -> Trial:

@@ -190,6 +190,7 @@ TABLE = (
             "_trial_changes",
             "_trial_facts",
             "_trial_fix",
+            "_trial_lab",
             "_trials",
             "_retake",
             "_step_calls",

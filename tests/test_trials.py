@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import _sacred  # noqa: F401  # makes PyTorch wrap its optimizers before a test is held against how they were
-from nan_detector import NaNDetector, NaNEvent, Trial, _trials
+from nan_detector import NaNDetector, NaNEvent, Trial, _trial_lab, _trials
 from nan_detector._again import Again
 from nan_detector._change import Change
 from nan_detector._eventlog import read_log
@@ -574,9 +574,9 @@ def test_what_the_budget_does_not_allow_is_said(monkeypatch: pytest.MonkeyPatch)
         clock.now += 1.0
         return replace(outcome, seconds=1.0)
 
-    monkeypatch.setattr(_trials, "time", clock)
+    monkeypatch.setattr(_trial_lab, "time", clock)
     monkeypatch.setattr(Again, "run", timed)
-    monkeypatch.setattr(_trials, "MAX_RUNS", 6)
+    monkeypatch.setattr(_trial_lab, "MAX_RUNS", 6)
     event = train(Net(torch.exp), data(rows=(11,)), logsum_of_shares)
     assert clock.now == 6.0
     assert [t.name for t in event.trials][-1] == "samples"

@@ -17,7 +17,7 @@ from nan_detector._records import NaNEvent
 @pytest.fixture(autouse=True)
 def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps as small as these take less time than what a replay costs before it begins."""
-    monkeypatch.setattr("nan_detector._trials.MAX_RUNS", 500)
+    monkeypatch.setattr("nan_detector._trial_lab.MAX_RUNS", 500)
     torch.manual_seed(0)
 
 

@@ -33,6 +33,7 @@ from nan_detector._step_changes import (
     with_larger_eps,
     with_rate,
 )
+from nan_detector._trial_lab import MAX_RUNS, UNNOTICED_S, Spent
 from nan_detector._trial_plan import (
     AGAIN,
     CLIPPED,
@@ -48,7 +49,6 @@ from nan_detector._trial_plan import (
     plan_of_step,
 )
 from nan_detector._trial_samples import Untold
-from nan_detector._trials import MAX_RUNS, UNNOTICED_S, Spent
 
 _HALVES = (torch.float16, torch.bfloat16)
 #: Operations that an epsilon guards.

@@ -6,9 +6,8 @@ They come after the located event is written down, the most telling first. What 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,10 +20,10 @@ from nan_detector._hit import one_at_a_time
 from nan_detector._records import NaNEvent, Trial
 from nan_detector._samples import sample_ids
 from nan_detector._state import logger, strict
-from nan_detector._trace import Birth
 from nan_detector._trial_changes import FiniteData, FiniteState, Part, Unscaled, Widened
 from nan_detector._trial_facts import Batch, Measuring, batch_of, cut_early, facts_of
 from nan_detector._trial_fix import try_remedies
+from nan_detector._trial_lab import Lab, Spent, patience_of_others, why_spent
 from nan_detector._trial_plan import (
     AGAIN,
     BEYOND,
@@ -44,70 +43,6 @@ from nan_detector._trial_plan import (
 )
 from nan_detector._trial_samples import Rows, Untold, find_guilty
 from nan_detector._verdict import verdict
-
-#: Trials may take this many times what one bare run of the step takes.
-MAX_RUNS = 20
-#: Or this many seconds, where a step takes so little that nobody would notice.
-UNNOTICED_S = 1.0
-
-
-class Spent(Exception):
-    """The budget does not allow another run."""
-
-
-@dataclass
-class Lab:
-    """What a trial has to work with.
-
-    Attributes:
-        again: The step.
-        event: The located event.
-        birth: The birth that it names; None where nothing was found.
-        facts: What is known of the step.
-        batch: Its batch.
-        budget_s: Seconds for all trials together.
-        unit: Seconds of one bare run; 0 until there was one.
-        first: What came of the first bare run.
-        rows: The samples that were found guilty.
-        runs: How often the step was run.
-    """
-
-    again: Again
-    event: NaNEvent
-    birth: Birth | None
-    facts: Facts
-    batch: Batch
-    budget_s: float
-    unit: float = 0.0
-    first: Outcome | None = None
-    rows: Rows = ()
-    runs: int = 0
-
-    def __post_init__(self) -> None:
-        self.begun = time.perf_counter()
-
-    @property
-    def left(self) -> float:
-        """Seconds that are left."""
-        budget = min(self.budget_s, max(MAX_RUNS * self.unit, UNNOTICED_S)) if self.unit else self.budget_s
-        return self.begun + budget - time.perf_counter()
-
-    def run(self, change: Change, *, checksum: bool = False) -> Outcome:
-        """The step with `change`.
-
-        Raises:
-            Spent: There is no time for it.
-        """
-        if self.left < self.unit or self.left <= 0:
-            raise Spent
-        outcome = self.again.run(change, self.begun + self.budget_s, checksum=checksum)
-        self.runs += 1
-        self.first = self.first or outcome
-        if type(change) in (Change, Measuring):
-            # The slower one: on a busy machine a single time is a matter of luck.
-            self.unit = max(self.unit, outcome.seconds)
-        return outcome
-
 
 Runner = Callable[[Lab, Planned], Trial]
 
@@ -138,7 +73,7 @@ def with_trials(event: NaNEvent, finding: Finding, budget_s: float, compiled_aft
 def _tried(event: NaNEvent, finding: Finding, again: Again, budget_s: float, compiled_after: bool) -> NaNEvent:
     birth = finding.trace.birth if finding.trace is not None else None
     batch = batch_of(again, finding.micro_step)
-    lab = Lab(again, event, birth, Facts(), batch, min(budget_s, _patience_of_others()))
+    lab = Lab(again, event, birth, Facts(), batch, min(budget_s, patience_of_others()))
     if finding.reproduced != "not_tried" and not again.opaque:
         measuring = Measuring(batch)
         lab.run(measuring, checksum=True)
@@ -166,30 +101,13 @@ def _run_all(lab: Lab, planned: tuple[Planned, ...]) -> tuple[Trial, ...]:
         try:
             trial = runner(lab, p)
         except Spent:
-            trial = Trial(p.name, p.question, None, _spent(lab))
+            trial = Trial(p.name, p.question, None, why_spent(lab))
         except Untold as untold:
             trial = Trial(p.name, p.question, None, str(untold))
         done.append(trial)
         if p.name == AGAIN and lab.birth is not None and trial.finite is not False:
             why = "without a replay that does what the step did, it would show nothing"
     return tuple(done)
-
-
-def _spent(lab: Lab) -> str:
-    runs = f"{lab.runs} run{'s' if lab.runs != 1 else ''} of the step"
-    return f"the budget of {MAX_RUNS} bare steps was spent on {runs}"
-
-
-def _patience_of_others() -> float:
-    """Seconds for which other ranks can be kept waiting: a quarter of what they wait at all."""
-    dist = torch.distributed
-    if not dist.is_available() or not dist.is_initialized():
-        return float("inf")
-    try:
-        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-        return float(backend.options._timeout.total_seconds()) / 4
-    except Exception:  # a backend that does not tell: what is usual
-        return float(dist.constants.default_pg_timeout.total_seconds()) / 4
 
 
 # -- the trials ----------------------------------------------------------------------------------------------------

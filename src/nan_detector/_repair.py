@@ -120,8 +120,8 @@ class Repair(Change):
             if self._passed_by >= MOST_PASSED_BY or not self._may_be_sound(out):
                 self.unfit = True
                 raise unfit
-        followed = not follows or (met and unfit is None)
-        if isinstance(out, Tensor) and followed and name_of(func) in self.remedy.needs:
+        needed = isinstance(out, Tensor) and name_of(func) in self.remedy.needs
+        if needed and (not follows or (met and unfit is None) or self._takes_made(args)):
             self._made[id(out)] = weakref.ref(out), self._call(func, args, kwargs)
         return out
 
@@ -143,8 +143,10 @@ class Repair(Change):
 
     def _takes_result(self, func: Callable[..., Any], args: Any) -> bool:
         """True for a call that the remedy is for, one of whose operands the guilty call has made."""
-        if name_of(func) not in self.remedy.follows:
-            return False
+        return name_of(func) in self.remedy.follows and self._takes_made(args)
+
+    def _takes_made(self, args: Any) -> bool:
+        """True where an operand was made by the guilty call, or by a needed one that took its result."""
         return any(isinstance(a, Tensor) and self._made_by(a) is not None for a in args)
 
     def _repaired(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

@@ -56,6 +56,12 @@ def log_of_sum_of_exponentials(call: Call) -> Repaired:
     return Repaired(value, Words(whole=written, after=f"where {{0}} is the {made.name} of torch.exp(z)"))
 
 
+def in_a_log_of_a_sum(call: Call) -> None:
+    """Whether the logarithm of a sum of this exponential is worth looking for."""
+    if writes_in_place(call.func) or not _LOG_OF_SUM.search(call.context):
+        call.unfit()
+
+
 def log_of_one_minus_sigmoid(call: Call) -> Repaired:
     """log(1 - sigmoid(z)) in one."""
     made = call.made_by(call.tensor(0))
@@ -70,6 +76,7 @@ def log_of_one_minus_sigmoid(call: Call) -> Repaired:
     )
 
 
+_LOG_OF_SUM = re.compile(r"\blog\b.*\b(?:cum)?sum\b|\b(?:cum)?sum\b.*\blog\b", re.DOTALL)
 _PRODUCTS = re.compile(r"\*|\bmul")
 _XLOG = {"log": (torch.xlogy, "torch.xlogy", "log"), "log1p": (torch.special.xlog1py, "torch.special.xlog1py", "log1p")}
 
@@ -240,6 +247,14 @@ REMEDIES: tuple[Remedy, ...] = (
     remedy("log_of_zero unselected_branch", "log", log_softmax, needs="softmax sigmoid"),
     remedy("log_of_zero unselected_branch", "log", log_of_one_minus_sigmoid, needs="sigmoid sub rsub"),
     remedy("log_of_zero", "log", log_of_sum_of_exponentials, needs="sum cumsum exp"),
+    remedy(
+        "exp_overflow",
+        "exp",
+        log_of_sum_of_exponentials,
+        needs="sum cumsum exp",
+        follows="log",
+        suits=in_a_log_of_a_sum,
+    ),
     remedy("log_of_zero log_of_negative determinant_not_positive", "log", slogdet_in_log, needs="det"),
     remedy(
         "log_of_zero unselected_branch",

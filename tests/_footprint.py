@@ -22,6 +22,7 @@ THREAD_PREFIX = "nan-detector"
 PATCHABLE = (
     ("torch", "Tensor.backward"),
     ("torch", "Tensor.__torch_function__"),
+    ("torch._tensor", "_convert"),
     ("torch.autograd", "backward"),
     ("torch.autograd", "grad"),
     ("torch.autograd", "Function.apply"),

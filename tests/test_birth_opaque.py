@@ -156,7 +156,9 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from torch.utils.cpp_extension import load_inline
 
     # Outside the test run's own folder, so that the next run finds it built.
-    folder = Path(tmp_path_factory.getbasetemp()).parent / "nan_detector_opaque"
+    folder = (
+        Path(tmp_path_factory.getbasetemp()).parent / f"nan_detector_opaque-{torch.__version__}"
+    )  # a kernel of another PyTorch does not load
     folder.mkdir(exist_ok=True)
     return load_inline("nan_detector_opaque", SOURCE, functions=["inverse", "inverse_"], build_directory=str(folder))
 

@@ -186,6 +186,7 @@ TABLE = (
             "_entries",
             "_tape",
             "_tracer",
+            "_subclassed",
             "_under_way",
             "_trial_changes",
             "_trial_facts",

@@ -91,7 +91,7 @@ class Live:
             return
         self.tracer.paused = False
         if not self._on:
-            self.tracer.__enter__()  # type: ignore[no-untyped-call]  # as torch ships it
+            self.tracer.__enter__()
             self._on = True
 
     def pause(self) -> None:

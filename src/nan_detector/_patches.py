@@ -53,6 +53,8 @@ def _install() -> None:
         to_undo.append(handle.remove)
     # The mode would see it as well; but a backward's way through a function mode costs as much as recording it.
     wrap(torch.Tensor, "backward", _backward)
+    if "handle_torch_function" not in torch.autograd.backward.__code__.co_names:  # it passes older PyTorch's modes by
+        wrap(torch.autograd, "backward", _backward)
     wrap(torch.optim.Optimizer, "zero_grad", _zero_grad)
     wrap(torch.nn.Module, "zero_grad", _zero_grad)
     wrap(torch.amp.GradScaler, "scale", _scaler_scale)

@@ -35,6 +35,7 @@ from nan_detector._op_values import (
 from nan_detector._opinfo import OpInfo, info_of
 from nan_detector._quiet import quiet
 from nan_detector._source import Mark, here_until
+from nan_detector._subclassed import convert_as_before, convert_outside_modes
 from nan_detector._trace import BirthKind
 
 Tensor = torch.Tensor
@@ -107,6 +108,14 @@ class OpTracer(TorchDispatchMode):
         self._checked: dict[int, Any] = {}
         self.last: OpRecord | None = None
         self.paused = False  # every operation passes by
+
+    def __enter__(self) -> Any:
+        convert_outside_modes()
+        return super().__enter__()  # type: ignore[no-untyped-call]  # as torch ships it
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # as torch ships it
+        convert_as_before()
 
     # -- the hot path ------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
-from nan_detector import NaNDetector
+from nan_detector import NaNDetector, NonFiniteError
 from nan_detector._glance import Glance
 
 STEPS = 40
@@ -232,3 +233,38 @@ def test_a_module_called_twice_in_a_step_keeps_its_extremes() -> None:
             optimizer.step()
         largest = float(model(torch.full((2, 4), 50.0)).detach().abs().max())
     assert det.history.values["abs_max:0"].tolist() == pytest.approx([largest] * 6)
+
+
+# Its derivatives are written in TorchScript, which torch itself calls deprecated.
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_outputs_with_a_tangent_are_looked_at() -> None:
+    """Forward-mode differentiation refuses operations that write into a given tensor."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with NaNDetector(model, verbose=False, watch="layers") as det:
+        for _ in range(6):
+            optimizer.zero_grad()
+            with forward_ad.dual_level():
+                out = model(forward_ad.make_dual(torch.full((4, 6), 7.0), torch.ones(4, 6)))
+                assert forward_ad.unpack_dual(out).tangent is not None
+            model(torch.randn(4, 6)).square().mean().backward()
+            optimizer.step()
+    assert det.history.values["abs_max:root input"].tolist() == [7.0] * 6
+
+
+@pytest.mark.parametrize("watch", ["step", "layers"])
+@pytest.mark.parametrize("deep", [1, 8])  # few gradients are measured in another place than many
+def test_a_bad_step_that_raises_spoils_no_row_of_the_history(watch: str, deep: int) -> None:
+    model = nn.Sequential(*[m for _ in range(deep) for m in (nn.Linear(6, 6), nn.Tanh())])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with (
+        pytest.raises(NonFiniteError),
+        NaNDetector(model, verbose=False, watch=watch, history=5, on_nan="raise") as det,
+    ):
+        for i in range(13):
+            optimizer.zero_grad()
+            (model(torch.randn(4, 6)).square().mean() * (math.nan if i == 12 else 1.0)).backward()
+            optimizer.step()
+    history = det.history
+    assert history.steps.tolist() in ([7, 8, 9, 10, 11], [8, 9, 10, 11])
+    assert all(math.isfinite(v) for name in history.columns if name != "loss_scale" for v in history.values[name])

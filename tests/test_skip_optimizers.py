@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from _rescue import Net, batch, detector, picture, same, seed_all
+from _sacred import LEVELS
 from nan_detector import NonFiniteError
+from nan_detector._session import session
 
 BAD = (0, 3)  # before the state exists, and after
 STEPS = 6
@@ -301,6 +303,58 @@ def test_an_optimizer_around_another_one_is_one_step(options: dict[str, Any]) ->
         return picture(model, optimizer.base), optimizer.slow
 
     assert same(run(False), run(True))
+
+
+@pytest.mark.parametrize("watch", LEVELS)
+def test_what_an_optimizer_does_after_the_one_within_it_is_not_recorded(watch: str) -> None:
+    model = Net(batch_norm=False)
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.01))
+    with detector(model, watch=watch):
+        for i in range(4):
+            plain(model, optimizer, i, False, False)
+            current = session()
+            assert not [e for e in current.tape.entries if e.writes] and (current.paused, current.stepping) == (0, [])
+            assert current.mode is not None and current.step_record is None
+
+
+class Sharpness(torch.optim.Optimizer):
+    """Climbs, evaluates the closure there, and comes back before another optimizer steps (SAM)."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base = base
+        self.param_groups = base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        closure = torch.enable_grad()(closure)
+        closure()
+        parameters = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        steps = [0.05 * p.grad for p in parameters]
+        torch._foreach_add_(parameters, steps)
+        self.zero_grad()
+        closure()
+        torch._foreach_sub_(parameters, steps)
+        self.base.step()
+
+
+def test_gradients_dropped_within_a_step_do_not_end_it() -> None:
+    seed_all()
+    model = Net(batch_norm=False)
+    optimizer = Sharpness(torch.optim.SGD(model.parameters(), lr=0.01))
+    with detector(model) as det:
+        for i in range(STEPS):
+            x, y = batch(i, False)
+
+            def closure(x: Any = x, y: Any = y) -> Any:
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            optimizer.zero_grad()
+    # Two evaluations and the step itself were looked at, and the step was counted once.
+    assert det.history.steps.tolist() == [i for i in range(STEPS) for _ in range(3)]
 
 
 def test_a_subclass_that_calls_super_is_one_step() -> None:

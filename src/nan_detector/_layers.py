@@ -127,6 +127,7 @@ class Layers:
             slot = self._place(path, t)
         low, high = self.places[slot]
         seen = self.seen
+        t = t.detach()  # without the tangent of forward-mode differentiation, which `out` refuses
         if slot not in seen:
             seen[slot] = None
             if t.dtype is low.dtype and t.device == low.device:
@@ -259,9 +260,9 @@ class LayerHook:
         # A second output in the same step is folded into the first one's.
         if output.dtype is self.dtype and slot not in seen:
             graph = _is_grad_enabled()
-            if graph:
-                _set_grad_enabled(False)
             try:
+                if graph:
+                    _set_grad_enabled(False)
                 _aminmax(output, out=layers.places[slot])
                 seen[slot] = None
                 return

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from nan_detector._run import Run
+from nan_detector._session import steps_running
 from nan_detector._stepped import Stepped
-
-#: Where the function is that runs the hooks around an optimizer's step.
-_OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 
 
 class Optimizers:
@@ -78,10 +74,4 @@ def is_within_step(optimizer: Any) -> bool:
 
     The marks of a session do not tell: a step that raised leaves its own behind until the next forward.
     """
-    depth = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == _OPTIMIZER_FILE:
-            depth += optimizer is None or frame.f_locals.get("self") is optimizer
-        frame = frame.f_back
-    return depth > 1
+    return sum(optimizer is None or running is optimizer for running in steps_running()) > 1

@@ -19,7 +19,7 @@ from nan_detector._patched import Watcher, compiling, lock, to_undo, watchers, w
 from nan_detector._patched_apply import wrap_apply
 from nan_detector._patched_compile import wrap_compile_in_place, wrap_compiled_calls, wrap_compiled_modules
 from nan_detector._recording import backward, scaled
-from nan_detector._session import Session, all_sessions, session, sessions
+from nan_detector._session import Session, all_sessions, session, sessions, steps_running
 from nan_detector._skip import closure_of
 from nan_detector._state import is_replaying, local, steps_in_replay
 
@@ -120,14 +120,15 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     # A step that raised never came here; its marks are cleared with those above it.
     stepping = current.stepping
     while stepping:
-        top = stepping.pop()
+        top = stepping[-1]
+        del stepping[-1]  # `pop` would be a call, after which an interrupt may come
         if current.paused:
             current.paused -= 1
         if top is optimizer:
             break
     for watcher in [*watchers]:
         watcher.after_step(optimizer, current)
-    if current.home and not current.in_step_record:
+    if current.home and current.step_record is None:
         current.push()
 
 
@@ -149,7 +150,7 @@ def _zero_grad(original: Callable[..., Any], owner: Any, *args: Any, **kwargs: A
     current = sessions.current
     if current is None or not current.users:
         return original(owner, *args, **kwargs)
-    current.recover()
+    current.recover(steps_running() if current.stepping else ())
     for watcher in [*watchers]:
         watcher.gradients_dropped(owner, current)
     popped = current.pop()
@@ -196,22 +197,22 @@ def _wrap_record(cls: Any) -> None:
             return begins(record)
         finally:
             if popped and record.name.startswith(_STEP_RECORD):
-                current.in_step_record = True  # the step's hooks would take it off next
+                current.step_record = record  # the step's hooks would take it off next
             elif popped:
                 current.push()
 
     @functools.wraps(ends)
     def record_ends(record: Any, *error: Any) -> Any:
         current = sessions.current
-        if current is None or (current.mode is None and not current.in_step_record):
+        if current is None or (current.mode is None and current.step_record is None):
             return ends(record, *error)
-        ends_step = current.in_step_record and record.name.startswith(_STEP_RECORD)
+        ends_step = current.step_record is record  # not that of an optimizer which another one steps
         popped = current.pop()
         try:
             return ends(record, *error)
         finally:
             if ends_step:
-                current.in_step_record = False
+                current.step_record = None
                 current.recover()
             elif popped:
                 current.push()

@@ -212,7 +212,10 @@ class Recorder:
         if names is not self._names or table is None or table.device != like.device:
             self.set_columns(names)
             table = self._open(like)
-        return table.rows[table.next] if table.dtype is torch.float32 else None
+        if table.dtype is not torch.float32:
+            return None
+        table.numbers[table.next] = None  # the row that is written over is gone, even if this one is never kept
+        return table.rows[table.next]
 
     def turn_to(self, table: _Table) -> bool:
         """Write into `table` from now on, as with its columns' names. False where it has been given up."""

@@ -199,11 +199,13 @@ class Roots:
         roots = current.roots
         if not roots:
             return
-        top = roots.pop()
+        # No call in here: an interrupt cannot come between the two marks of the call that ends.
+        top = roots[-1]
+        del roots[-1]
         if top is None:
             return
-        owner, entry, popped = top
         current.paused -= 1
+        owner, entry, popped = top
         if owner is not module:  # an inner call that raised before its hook ran: not ours to account for
             roots.clear()
         contained = self.contained

@@ -24,9 +24,11 @@ from nan_detector._state import BUG, logger, strict
 from nan_detector._tape import Tape, Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 _MODULE_CALL = torch.nn.Module._call_impl.__code__
+#: Where the function is that runs the hooks around an optimizer's step.
+_OPTIMIZER_FILE = torch.optim.Optimizer.profile_hook_step.__code__.co_filename
 _function_modes = torch._C._len_torch_function_stack
 _pop_from_stack = torch._C._pop_torch_function_stack
 _push_on_stack = torch._C._push_on_torch_function_stack
@@ -56,7 +58,7 @@ class Session:
         self.busy = 0  # > 0: inside one of our handlers; the stack must not be touched
         self.mode: TapeMode | None = None
         self._spare: TapeMode | None = None  # the mode, on the stack or off it; None while nothing is recorded
-        self.in_step_record = False  # in the profiler's record around an optimizer's step
+        self.step_record: Any = None  # the profiler's record around an optimizer's step, which took the mode off
         self.home = False  # the thread that attached: the mode stays on between steps
         self.roots: list[Any] = []  # watched modules that are running, outermost first
         self.evaluating = 0  # > 0: in a closure, so that the step around it goes on
@@ -165,13 +167,20 @@ class Session:
         self.paused = max(0, self.paused - sum(root is not None for root in self.roots))
         self.roots.clear()
 
-    def recover(self) -> None:
-        """Undo the marks of an optimizer step or root call that raised and so never told us that it ended."""
+    def recover(self, running: Sequence[Any] = ()) -> None:
+        """Undo the marks of an optimizer step or root call that raised and so never told us that it ended.
+
+        Args:
+            running: Optimizers whose step is known to be running: their marks stay.
+        """
         if self.roots:
             self.forget_lost_roots(0)
         if self.stepping and not self.busy and not self.evaluating:
-            self.paused = max(0, self.paused - len(self.stepping))
-            self.stepping.clear()
+            kept = [o for o in self.stepping if any(o is r for r in running)]
+            self.paused = max(0, self.paused - len(self.stepping) + len(kept))
+            self.stepping[:] = kept
+        if self.mode is not None and not _function_modes():
+            self.mode = None  # an interrupt came just when it had been taken off
         if self.mode is None and self.home and not self.paused and not self.roots:
             self.push()
 
@@ -240,3 +249,14 @@ def session() -> Session:
 def all_sessions() -> list[Session]:
     """Sessions of every thread that has one."""
     return list(_all_sessions)
+
+
+def steps_running() -> list[Any]:
+    """Optimizers whose step is on the stack, innermost first: a session's marks do not tell, as a step may raise."""
+    found: list[Any] = []
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == _OPTIMIZER_FILE:
+            found.append(frame.f_locals.get("self"))
+        frame = frame.f_back
+    return found

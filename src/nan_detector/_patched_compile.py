@@ -12,6 +12,7 @@ import torch
 
 from nan_detector._patched import compiling, to_undo, watchers
 from nan_detector._patched_apply import FUNCTION_APPLY
+from nan_detector._remade import frame_setter
 from nan_detector._session import all_sessions, session, sessions
 from nan_detector._state import is_replaying
 
@@ -87,9 +88,10 @@ def _wrap_calls_without_stances(frame: Any) -> None:
     So does that of what `torch.compiler.disable` decorates, which leaves with the callback that it found: an entry is
     told by the callback's being the wrapper's own.
     """
-    set_frame = getattr(frame, "set_eval_frame", None)
-    if set_frame is None:
+    name = frame_setter(frame)
+    if name is None:
         return
+    set_frame = getattr(frame, name)
 
     def set_eval_frame(callback: Any) -> Any:
         current = sessions.current
@@ -112,8 +114,8 @@ def _wrap_calls_without_stances(frame: Any) -> None:
             FUNCTION_APPLY[0].leave()
         return set_frame(callback)
 
-    frame.set_eval_frame = set_eval_frame
-    to_undo.append(lambda: setattr(frame, "set_eval_frame", set_frame))
+    setattr(frame, name, set_eval_frame)
+    to_undo.append(lambda: setattr(frame, name, set_frame))
     to_undo.append(_forget_compiled)
 
 

@@ -41,19 +41,25 @@ def eager_stance() -> Any:
 def _eager_without_stances() -> Iterator[None]:
     """The same before PyTorch 2.6: a call of compiled code is told not to look for any."""
     frame: Any = sys.modules.get("torch._dynamo.eval_frame")  # nothing is compiled before it is imported
-    original = getattr(frame, "set_eval_frame", None)
-    if original is None:
+    name = frame_setter(frame)
+    if name is None:
         yield
         return
+    original = getattr(frame, name)
 
     def set_eval_frame(callback: Any) -> Any:
         return original(None if callable(callback) else callback)
 
-    frame.set_eval_frame = set_eval_frame
+    setattr(frame, name, set_eval_frame)
     try:
         yield
     finally:
-        frame.set_eval_frame = original
+        setattr(frame, name, original)
+
+
+def frame_setter(frame: Any) -> str | None:
+    """The name in ``torch._dynamo.eval_frame`` of what compiled code is entered and left with: of 2.5, and of 2.4."""
+    return next((n for n in ("_maybe_set_eval_frame", "set_eval_frame") if hasattr(frame, n)), None)
 
 
 def refuse_iterators(args: Any, kwargs: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -266,3 +267,47 @@ def test_an_average_that_the_loss_uses_is_made_again_from_its_earlier_values() -
             if det.triggered:
                 break
     assert_born(det.event, Net, op="sqrt", weights="clean")
+
+
+class Ascent:
+    """Sharpness-aware: weights are moved by hand between two passes, and an optimizer takes the step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+        self.base = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(self, loss: Callable[[], Tensor], zero_between: bool) -> Tensor:
+        self.base.zero_grad()
+        loss().backward()
+        with torch.no_grad():
+            moves = [0.01 * p.grad for p in self.parameters if p.grad is not None]
+            for p, move in zip(self.parameters, moves, strict=True):
+                p.add_(move)
+        if zero_between:
+            self.base.zero_grad()
+        second = loss()
+        second.backward()
+        with torch.no_grad():
+            for p, move in zip(self.parameters, moves, strict=True):
+                p.sub_(move)
+        self.base.step()
+        return second
+
+
+@pytest.mark.parametrize("zero_between", [True, False])
+@pytest.mark.parametrize("begun", ["before the watch", "under it"])
+def test_weights_moved_between_two_passes_are_no_step_of_their_own(zero_between: bool, begun: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+    ascent = Ascent(model)
+    if begun == "before the watch":
+        ascent.base.zero_grad()
+        ascent.base.zero_grad = lambda: [setattr(p, "grad", None) for p in ascent.parameters]
+    with NaNDetector(model, verbose=False) as det:
+        for i in range(8):
+            x = torch.randn(5, 4)
+            ascent.step(lambda x=x, i=i: model(x).square().mean() * (math.nan if i == 5 else 1.0), zero_between)
+            if det.triggered:
+                break
+    assert det.event is not None and det.event.step == i == 5
+    assert det.history.steps.tolist()[:5] == [0, 1, 2, 3, 4]

@@ -200,7 +200,7 @@ class Engine:
         """
         if self.standing_down or self.optimizers.known or self.optimizers.expected:
             return False
-        if not any(id(p) in self.run.ours for p in weights):
+        if not any(id(p) in self.run.ours for p in weights) or self.optimizers.will_step():
             return False
         self.run.updating = True
         try:
@@ -440,6 +440,7 @@ class Engine:
             return
         if not self.optimizers.known:
             self._judge_without_optimizer(current)
+            self.guessed_groups += 1  # no step of its own, should an optimizer come (SAM's first pass)
         else:
             self.zeroing.dropped(self.run.groups)
             tape.judged(keep_alive=True)

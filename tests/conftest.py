@@ -24,8 +24,9 @@ settings.load_profile("tests")
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(torch.compiler, "set_stance"):
-        # PyTorch before 2.6 warns of what it calls itself, in checkpointing.
+        # PyTorch before 2.6 warns of what it calls itself, in checkpointing and in SequentialLR.
         config.addinivalue_line("filterwarnings", r"ignore:`torch\.cpu\.amp\.autocast:FutureWarning")
+        config.addinivalue_line("filterwarnings", r"ignore:The epoch parameter in `scheduler:UserWarning")
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from nan_detector._births import birth_of
 from nan_detector._errors import ReplayRefused
-from nan_detector._lineage import Gen
+from nan_detector._lineage import Gen, key_of
 from nan_detector._op_values import set_version
 from nan_detector._origin import is_silent, trace_of_line
 from nan_detector._trace import BirthKind
@@ -293,3 +293,14 @@ def test_the_version_of_a_tensor_can_be_set() -> None:
     x.add_(1)
     set_version(x, 0)
     assert x._version == 0
+
+
+def test_the_address_of_memory_that_was_made_and_freed_is_not_given_out_again() -> None:
+    """A number that no operation makes (the NaN of ``g[0] = nan``) would else be taken for one of the trace's own."""
+
+    def work() -> list[int]:
+        x = torch.zeros(3)
+        return [key_of(x + i) for i in range(50)]
+
+    tracer, keys = traced(work)
+    assert len(set(keys)) == 50 and tracer.own >= set(keys)

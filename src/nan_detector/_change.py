@@ -11,7 +11,6 @@ import torch
 
 from nan_detector._entries import Entry, Made, Outside
 from nan_detector._errors import ReplayRefused
-from nan_detector._lineage import key_of
 from nan_detector._opinfo import info_of
 from nan_detector._quiet import quiet
 from nan_detector._tracer import OpTracer
@@ -115,7 +114,7 @@ class Follower(OpTracer):
         out = func(*args, **kwargs)
         if not info.is_view:
             for t in _floating(out):
-                self._made.add(key_of(t))
+                self.has_made(t)
         return out
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ class Twin:
 
     optimizer: Any
     parameters: dict[int, Tensor]
-    own: set[int]
+    own: Set[int]
 
 
 Adjust = Callable[[Any], None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import torch
@@ -101,8 +101,10 @@ class OpTracer(TorchDispatchMode):
         self.on_scalar: Callable[[Line], None] | None = None
         self.leaves: dict[int, weakref.ref[Tensor]] = {}  # leaves that require grad, of a live trace
         self.transformed = False  # inside a transform of torch.func
-        self._made: set[int] = set()
-        self.journal = Journal(self._made)
+        #: By its key, memory that operations have made. The reference keeps no numbers, but the address: were it given
+        #: out again, a number that no operation made (``g[0] = nan``) would be taken for one of this trace.
+        self._made: dict[int, Any] = {}
+        self.journal = Journal(self._made.keys())
         self.nodes = GraphNodes()
         self.kept = KeptInputs()
         self._checked: dict[int, Any] = {}
@@ -167,7 +169,7 @@ class OpTracer(TorchDispatchMode):
         if info.mutates and not outs:
             outs = [t for t in ins if t._version >= 0][:1] if not info.op.startswith("foreach") else ins
         for o in outs:
-            self._made.add(key_of(o))
+            self.has_made(o)
         if info.writes_statistics:
             outs += [t for i, t in enumerate(ins) if i not in bad_before and t.numel() < outs[0].numel()]
         if info.uninitialised:
@@ -184,6 +186,13 @@ class OpTracer(TorchDispatchMode):
         record.numel = bad[0].numel()
         bad_result(self, func, info, record, ins, bad, args, kwargs, before, bad_before)
         return out
+
+    def has_made(self, t: Tensor) -> None:
+        """Note that an operation gave `t`."""
+        memory = memory_of(t)
+        key = 0 if memory is None else int(memory._cdata)
+        if key not in self._made:
+            self._made[key] = None if memory is None else StorageWeakRef(memory)
 
     # -- one operation -----------------------------------------------------------------------------------------------
 
@@ -309,9 +318,9 @@ class OpTracer(TorchDispatchMode):
     # -- asked afterwards ----------------------------------------------------------------------------------------------
 
     @property
-    def own(self) -> set[int]:
+    def own(self) -> Set[int]:
         """Memory that operations of this trace have written."""
-        return self._made
+        return self._made.keys()
 
     def made(self, key: int) -> bool:
         """True for memory that an operation of this trace has written."""

@@ -126,6 +126,14 @@ def test_the_mode_is_taken_out_from_under_another(recording: Session) -> None:
         assert torch._C._get_function_stack_at(0) is other
 
 
+def test_a_call_that_a_mode_of_the_users_passes_on_stands_where_it_was_made(recording: Session) -> None:
+    with Other():
+        x = torch.ones(2) * 2
+    entry = recording.tape.made_by(x)
+    assert entry is not None and entry.mark is not None
+    assert entry.mark.code.co_name == "test_a_call_that_a_mode_of_the_users_passes_on_stands_where_it_was_made"
+
+
 def test_it_is_not_put_on_twice(recording: Session) -> None:
     recording.push()
     assert torch._C._len_torch_function_stack() == 1

@@ -129,7 +129,7 @@ def here_and_module(depth: int = 1) -> tuple[Mark | None, object | None]:
                 owner = _owner_of(frame, code)
                 if owner is not None:
                     return here(depth + 1), owner
-            users = is_user_code(code)
+            users = is_user_code(code) and code.co_name not in _PASSING_ON
             if users and code.co_name in _INNER:
                 mark = _new_mark(Mark, (code, frame.f_lasti))
                 return mark, enclosing_module(mark, depth + 1)

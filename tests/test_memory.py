@@ -87,7 +87,8 @@ def test_memory_is_flat(watch: str, steps: int, monkeypatch: pytest.MonkeyPatch)
         objects, storages, resident, cost = _objects(), living_bytes(), _resident(), det.cost()
         train(steps)
         assert len(session().tape.entries) < 20  # first: what is asked of all living tensors is on the tape as well
-        assert _objects() - objects < 100
+        # Far from one a step; up to some hundred come and go with what ran before in the process.
+        assert _objects() - objects < 300
         assert living_bytes() - storages < 5_000
         # The allocator of C keeps what it likes: 1 MiB in 1500 steps would be 140 MiB in 200,000.
         assert _resident() - resident < (1 << 20) * (1 if steps < 10_000 else 8)

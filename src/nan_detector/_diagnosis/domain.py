@@ -57,7 +57,7 @@ _DOMAINS = {
 _POLES = {"lgamma": 0, "digamma": 0, "polygamma": 0, "multigammaln": 0}
 _PERIODIC = ("sin", "cos", "tan")
 #: So many values are hardly all negative by chance.
-_FEW = 4
+_FEW = 16
 
 
 def log_of_negative(birth: Birth, trace: Trace) -> Cause | None:

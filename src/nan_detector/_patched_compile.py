@@ -62,15 +62,7 @@ def wrap_compiled_calls() -> None:
         if not inside[-1][2]:
             inside[-1][2] = True
             return set_frame(callback)
-        _, popped, _, aside = inside.pop()
-        before = set_frame(callback)
-        for live in reversed(aside):
-            live.step_back()
-        if not any(s.compiled for s in all_sessions()):
-            FUNCTION_APPLY[0].see()
-        if popped:
-            session().push()
-        return before
+        return _leave(inside, set_frame, callback)
 
     frame._callback_from_stance = callback_from_stance
     to_undo.append(lambda: setattr(frame, "_callback_from_stance", original))
@@ -97,15 +89,7 @@ def _wrap_calls_without_stances(frame: Any) -> None:
         current = sessions.current
         inside = current.compiled if current is not None else None
         if inside and inside[-1][0] is sys._getframe(1):
-            _, popped, _, aside = inside.pop()
-            before = set_frame(callback)
-            for live in reversed(aside):
-                live.step_back()
-            if not any(s.compiled for s in all_sessions()):
-                FUNCTION_APPLY[0].see()
-            if popped:
-                session().push()
-            return before
+            return _leave(inside, set_frame, callback)
         if callable(callback) and not is_replaying() and sys._getframe(1).f_locals.get("callback") is callback:
             current = current or session()
             aside = [live for live in current.lives if live.step_aside()]
@@ -117,6 +101,19 @@ def _wrap_calls_without_stances(frame: Any) -> None:
     setattr(frame, name, set_eval_frame)
     to_undo.append(lambda: setattr(frame, name, set_frame))
     to_undo.append(_forget_compiled)
+
+
+def _leave(inside: list[list[Any]], set_frame: Callable[[Any], Any], callback: Any) -> Any:
+    """The innermost compiled code has come to its end: what stood aside for it comes back."""
+    _, popped, _, aside = inside.pop()
+    before = set_frame(callback)
+    for live in reversed(aside):
+        live.step_back()
+    if not any(s.compiled for s in all_sessions()):
+        FUNCTION_APPLY[0].see()
+    if popped:
+        session().push()
+    return before
 
 
 def _forget_compiled() -> None:

@@ -30,8 +30,12 @@ demo: $(VENV)/.demo
 # Torch builds the tests' small extension with ninja, and looks for that on the PATH.
 test campaign: export PATH := $(CURDIR)/$(BIN):$(PATH)
 
+# On every core at once, a file to a core; then, with nothing beside them, those that measure time.
+WORKERS ?= auto
+
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not campaign and not alone"
+	$(BIN)/python -m pytest -m "alone and not campaign"
 
 campaign: $(VENV)/.dev
 	$(BIN)/python -m pytest -m campaign

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from nan_detector import NaNDetector, NaNEvent
 from nan_detector._book import Book
 
+pytestmark = pytest.mark.alone  # times of a step, which anything beside it makes longer
+
 #: DESIGN allows 10 on a quiet machine; a blunder (a function taken apart for each name, say) costs far more than this.
 BOUND = 12
 TRIES = 3  # the machine may be busy with other things

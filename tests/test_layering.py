@@ -179,6 +179,7 @@ TABLE = (
             "_scrub_slots",
             "_search",
             "_session",
+            "_shared_step",
             "_skip",
             "_snapshot",
             "_state",

@@ -271,6 +271,6 @@ class Aftermath:
         rates = columns.get(LEARNING_RATE, [])
         # A step of ordinary size makes nothing non-finite: then the training's own code wrote it, after the step.
         edge = _COULD_OVERFLOW * torch.finfo(harm.tensor.dtype).max
-        rows = [(n, r) for s, n, r in zip(steps, norms, rates, strict=False) if s == last.step]
+        rows = [(n, r) for s, n, r in zip(steps, norms, rates, strict=False) if s == last.step and n == n]
         # Of several gates in one step (weights moved for a second backward), the last is the optimizer's own.
         return any(n > 0 and not n * r < edge for n, r in rows[-1:])

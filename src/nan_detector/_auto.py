@@ -204,7 +204,7 @@ class AutoWatch:
             self.detector, self._thread = self._make(module), threading.get_ident()
             self.detector.attach()
             if self.detector._engine is not None:
-                self.detector._engine.run.groups = self._steps_before
+                self.detector._engine.run.go_on_from(self._steps_before)
         else:
             self.detector._add_model(module)
 
@@ -216,7 +216,7 @@ class AutoWatch:
         if engine.optimizers.alive():
             gc.collect()  # an optimizer and its scheduler hold each other
         if not engine.optimizers.alive():
-            self._steps_before = engine.run.groups
+            self._steps_before = engine.run.steps
             self.detector.detach()
             self._thread = None
 

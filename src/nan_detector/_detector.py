@@ -200,7 +200,7 @@ class NaNDetector:
             engine.close(current, error)
         finally:
             self._hazards = engine.hazards.found
-            self._steps = engine.run.groups
+            self._steps = engine.run.steps
             self._optimizers = [weakref.ref(o) for o in engine.optimizers.alive()]
             _patches.unregister(engine)
             if self._finalizer is not None:
@@ -389,7 +389,7 @@ class NaNDetector:
             raise NotAttachedError("cost needs a watch to tell of: use `with NaNDetector(model) as det:`.")
         engine, current = self._engine, self._session
         if engine is not None and current is not None:
-            self._steps = engine.run.groups
+            self._steps = engine.run.steps
             bytes_ = held(engine, current)
         else:
             bytes_ = Held(recorder=self._recorder.nbytes)

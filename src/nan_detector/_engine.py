@@ -30,6 +30,7 @@ from nan_detector._rounds import Rounds
 from nan_detector._run import Run
 from nan_detector._scaled_clip import ScaledClips
 from nan_detector._session import Session, session
+from nan_detector._shared_step import SharedStep
 from nan_detector._skip import cancelled, closure_of, is_stand_in, judged
 from nan_detector._source import Mark, here
 from nan_detector._state import is_replaying
@@ -88,8 +89,10 @@ class Engine:
             )
         self.responder = Responder(self.run, self.watch, self.aftermath, self.keeper)
         self.zeroing = self.responder.zeroing
-        self.judge = Judge(self.run, self.watch, self.responder, self.aftermath, Rounds(self.run, steppeds))
         self.hazards = Hazards(self.run, self.watch)
+        self.shared = SharedStep(self.run, steppeds, self.hazards)
+        rounds = Rounds(self.run, steppeds)
+        self.judge = Judge(self.run, self.watch, self.responder, self.aftermath, rounds, self.shared)
         if config.watch is Watch.LAYERS:
             book.rows_for_log = Peaks(self.run, lambda: self.watch.limits).rows
         #: Where nothing is asked for beyond the gate itself, a step like the one before can take the short way.
@@ -161,10 +164,12 @@ class Engine:
             self.keeper.stale = False
         if self.aftermath.unchecked and not current.stepping:
             self.contain(self._undo_damage)
-        current.step = self.run.step
+        run = self.run
+        current.step = run.step
+        run.entered = run.groups
         self.responder.calls.raised = None
-        if self.run.stopped:
-            event = self.run.overlooked(current, len(self.optimizers.known))
+        if run.stopped:
+            event = run.overlooked(current, len(self.optimizers.known))
             if event is not None:
                 raise NonFiniteError(f"{headline(event)}. Training went on although the step was stopped.", event)
         if current.tape.backwards and not self.optimizers.known:
@@ -278,6 +283,7 @@ class Engine:
         undone = bool(self.aftermath.unchecked) and not current.stepping and self._undo_damage()
         if undone or (self.keeper is not None and self.keeper.refuses(current)):
             current.gates += 1
+            self._meet(stepped, current)
             return cancelled(optimizer, args, kwargs)
         if not stepped.counted:
             stepped.counted = True
@@ -287,6 +293,7 @@ class Engine:
             if self.keeper is not None:
                 self.keeper.met_optimizer()
             self.run.groups -= self.guessed_groups
+            self.run.entered = min(self.run.entered, self.run.groups)
             self.guessed_groups = 0
         current.gates += 1
         if not current.tape.backwards and self.zeroing.empties(self.run.groups):
@@ -325,9 +332,15 @@ class Engine:
         """Judge the step that is about to be taken. True when it must not be."""
         if not self.roots.armed and not current.tape.backwards and not current.tape.has_root():
             self.roots.arm_children()
+        self._meet(stepped, current)
         refuse = self._judge(current, stepped=stepped)
         stepped.last = LastStep(self.run.step, here(), self.run.groups) if self.judge.clean else None
         return refuse
+
+    def _meet(self, stepped: Stepped, current: Session) -> None:
+        """An optimizer is at the gate: is it the next step that it takes, or its part in that of another?"""
+        if self.shared.meet(stepped, bool(current.tape.backwards)) and self.overheads:
+            self.contained.spent += self.overheads.pop() / 1000.0
 
     def _judge(
         self, current: Session, *, stepped: Stepped | None = None, given: list[tuple[str, Tensor]] | None = None
@@ -342,6 +355,7 @@ class Engine:
             self.roots.arm_children()
         refuse = self.judge.judge(current, pending, stepped=stepped, given=given, is_mine=self._is_mine)
         self.hazards.at_gate(current, self.responder.calls.running, pending, refuse)
+        self.shared.over(stepped, current.tape, refuse)
         if self.keeper is not None and self.judge.clean:
             self.keeper.clean(current)
         if current.users > 1 and stepped is not None:
@@ -443,6 +457,7 @@ class Engine:
             self.guessed_groups += 1  # no step of its own, should an optimizer come (SAM's first pass)
         else:
             self.zeroing.dropped(self.run.groups)
+            self.run.entered = self.run.groups
             tape.judged(keep_alive=True)
 
     def scaler_skipped(self, scaler: Any, optimizer: Any, current: Session) -> None:
@@ -453,6 +468,7 @@ class Engine:
         if self.optimizers.owns(optimizer):
             self.optimizers.known.add(optimizer)
             self.judge.skipping = self.optimizers.of(optimizer)
+            self._meet(self.judge.skipping, current)
             try:
                 self._judge(current)
             finally:
@@ -473,6 +489,7 @@ class Engine:
         if current.looks:
             self.contain(self.judge.explain_looks, current)
         self.run.told_step, self.run.sample_ids = index, sample_ids
+        self.run.entered = self.run.groups
         if not current.tape.backwards:
             with hidden():
                 self.contain(self.zeroing.look, current.tape, self.run.groups)

@@ -19,6 +19,7 @@ from nan_detector._hyper import bad_hyperparameter
 from nan_detector._layers import Layers
 from nan_detector._quiet import quiet
 from nan_detector._records import StepRow
+from nan_detector._shared_step import with_others
 from nan_detector._stepped import Places, Stepped
 
 if TYPE_CHECKING:
@@ -92,13 +93,14 @@ class Glance:
         rounds = judge.rounds
         state = rounds.due()
         layers = self.layers
+        asked = with_others(state, stepped.others) if stepped.others else state
         if _dispatch_modes():
             with quiet():
-                found = _measured(self, stepped, groups, losses[0], state, lr)
+                found = _measured(self, stepped, groups, losses[0], asked, lr)
         else:
             # Nothing is made here that needs a graph; where a gradient has one, this is not an ordinary step.
             with _NoTorchFunction():
-                found = _measured(self, stepped, groups, losses[0], state, lr)
+                found = _measured(self, stepped, groups, losses[0], asked, lr)
         if found is None:
             judge.fetched = (state,)
             return False

@@ -15,8 +15,10 @@ import torch
 from nan_detector._answers import Cost
 from nan_detector._engine import Engine
 from nan_detector._entries import Entry, Outside, tensors_in, tokens_in
+from nan_detector._hazards import Judged
 from nan_detector._quiet import quiet
 from nan_detector._session import Session
+from nan_detector._shared_step import Kept
 from nan_detector._watchers import LayerWatch
 
 Tensor = torch.Tensor
@@ -63,7 +65,7 @@ def held(engine: Engine, current: Session) -> Held:
         return Held(
             recorder=engine.run.recorder.nbytes + layers,
             moments=_bytes(_of_moments(roots), seen),
-            tape=_bytes(_of_tokens(entries), seen),
+            tape=_bytes((*_of_tokens(entries), *_of_weights(engine.hazards.last)), seen),
             snapshots=0 if engine.keeper is None or engine.keeper.state is None else engine.keeper.state.nbytes,
             shadows=engine.aftermath.nbytes,
         )
@@ -97,6 +99,12 @@ def _of_tokens(entries: Iterable[Entry]) -> Iterator[Tensor]:
             if isinstance(token, Outside):
                 yield from token.kept
         yield from (*e.losses, *e.unscaled)
+
+
+def _of_weights(last: Judged | None) -> Iterator[Tensor]:
+    """Weights that a step used and that have moved since."""
+    for token in last.weights.values() if isinstance(last, Kept) else ():
+        yield from token.kept
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:

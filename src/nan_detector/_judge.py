@@ -28,6 +28,7 @@ from nan_detector._rounds import Rounds
 from nan_detector._run import Run
 from nan_detector._scaling import Skips, knows_scale, scale_in_use, skips_itself, still_scaled
 from nan_detector._session import Session
+from nan_detector._shared_step import SharedStep
 from nan_detector._stepped import Stepped
 from nan_detector._watchers import LayerWatch, StepWatch
 
@@ -37,12 +38,21 @@ Tensor = torch.Tensor
 class Judge:
     """Judges the steps of one run."""
 
-    def __init__(self, run: Run, watch: StepWatch, responder: Responder, aftermath: Aftermath, rounds: Rounds) -> None:
+    def __init__(
+        self,
+        run: Run,
+        watch: StepWatch,
+        responder: Responder,
+        aftermath: Aftermath,
+        rounds: Rounds,
+        shared: SharedStep,
+    ) -> None:
         self.run = run
         self.watch = watch
         self.responder = responder
         self.aftermath = aftermath
         self.rounds = rounds
+        self.shared = shared
         self.clean = False  # what was judged last was finite
         self.evaluation = Evaluation(run.names)
         self.further = Further(run, run.config.also_watch) if run.config.also_watch else None
@@ -99,8 +109,13 @@ class Judge:
                 extra = sums if extra is None else torch.cat([extra, beside(sums, extra)])
             if state is not None:
                 extra = state if extra is None else torch.cat([extra, beside(state, extra)])
+            others = self.shared.look(stepped)
+            if others is not None:
+                extra = others if extra is None else torch.cat([extra, beside(others, extra)])
             forewarning = self._forewarning if stepped is None else stepped.forewarning
             reading, extremes = measure(grads, losses, extra, whole=forewarning.asks_for_norms)
+        if others is not None:
+            self.shared.looked(extremes.pop())
         seen = [extremes.pop() for _ in self.rounds.parts] if state is not None else []
         further = [extremes.pop() for _ in range(sums.numel())] if sums is not None else []
         if evaluated:
@@ -122,6 +137,9 @@ class Judge:
             problem = self.rounds.dated(found) if found is not None else None
         problem = damaged if problem is None else problem
         refuse = False
+        if reading.suspicious or problem is not None or overflow or reading.total == 0.0:
+            # What is bad at the gate of a further optimizer is explained from the step that it shares.
+            pending = pending or self.shared.reopen(current.tape)
         suspicion = Suspicion()
         if reading.suspicious or problem is not None:
             suspicion = confirm(names, grads, losses)
@@ -189,15 +207,29 @@ class Judge:
         finding: Finding | None = None,
     ) -> bool:
         stepping = optimizer is not None or self.run.updating
+        told = self.shared.told
+        self.responder.told = None
         try:
+            if told is not None and suspicion.hyper is None:
+                return self.responder.hit_again(told, optimizer)
             return self.responder.hit(
-                current, suspicion, len(pending), stepping=stepping, optimizer=optimizer, finding=finding
+                current,
+                suspicion,
+                len(pending),
+                stepping=stepping,
+                optimizer=optimizer,
+                finding=finding,
+                notes=self.shared.notes(current.tape),
             )
         except NonFiniteError:
             # The step has been judged: it must not be judged a second time when the block ends.
             current.tape.judged(keep_alive=True)
             self.watch.next_step()
+            self.shared.raised()
             raise
+        finally:
+            if self.responder.told is not None and (suspicion.losses or suspicion.gradients or suspicion.erased):
+                self.shared.tell(self.responder.told)
 
     def _overflowed(self, current: Session, pending: list[Entry]) -> Suspicion:
         """A GradScaler skips this step: its own business, unless the step is bad without any scale as well."""

@@ -41,6 +41,7 @@ class Responder:
         self.run = run
         self.aftermath = aftermath
         self.keeper = keeper
+        self.told: NaNEvent | None = None  # the last event
         self.zeroing = Zeroing()
         make_ready()
         config = run.config
@@ -58,6 +59,7 @@ class Responder:
         stepping: bool,
         finding: Finding | None = None,
         optimizer: Any = None,
+        notes: tuple[str, ...] = (),
     ) -> bool:
         """A confirmed bad step: write it down, find out, act.
 
@@ -68,6 +70,7 @@ class Responder:
             stepping: An optimizer's step (or the loop's own update) is about to follow.
             finding: What is known already; None to find out.
             optimizer: The optimizer whose step it is, where there is one.
+            notes: What else the event has to say.
 
         Returns:
             True when the step must not be taken.
@@ -94,6 +97,7 @@ class Responder:
             phase="loss" if suspicion.losses else "backward" if suspicion.gradients else "optimizer",
             micro_step=max(0, backwards - 1),
         )
+        event = replace(event, notes=(*event.notes, *notes))
         run.book.provisional(event)
         if self.capsules is not None and (suspicion.losses or suspicion.gradients):
             with current.off():
@@ -109,6 +113,22 @@ class Responder:
             event = replace(event, weights=f"damaged since step {since}")
         event = self._with_capsule(current, self.explainer.dated(event))
         return self._decided(event, policy, key, later=optimizer is not None)
+
+    def hit_again(self, event: NaNEvent, optimizer: Any) -> bool:
+        """A further optimizer of a step that an event has told of: it is treated likewise, without another event.
+
+        Returns:
+            True when its step must not be taken.
+
+        Raises:
+            NonFiniteError: The policy says so.
+        """
+        policy = policy_named(event.action, "the action of an event")
+        if policy is Policy.RAISE:
+            raise NonFiniteError(str(event), event)
+        if policy in REFUSING:
+            self.run.ledger.dropped(self.run.step, self.run.groups, id(optimizer))
+        return policy in REFUSING
 
     def _is_told(self, suspicion: Suspicion) -> bool:
         """True for state that stays bad from step to step, which one event has told of."""
@@ -162,6 +182,7 @@ class Responder:
         return self._act(policy, event)
 
     def _final(self, event: NaNEvent) -> None:
+        self.told = event
         if self.capsules is not None:
             self.capsules.update(event)
         self.run.book.final(event)

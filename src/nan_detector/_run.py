@@ -27,7 +27,9 @@ class Run:
         models: Watched modules by key.
         names: Their names; made anew when a model is added.
         ours: Name of each watched parameter by identity.
-        groups: Steps counted so far.
+        groups: Steps of optimizers so far; each has the number that it is counted with as its position.
+        shared: Of them, those that belonged to a step which another optimizer had begun.
+        entered: Value of `groups` when a watched model was last called for training.
         stopped: A policy "stop" waits to be noticed by the loop.
         noticed: Somebody has asked for the events since.
         updating: The loop's own update of the weights has begun.
@@ -43,6 +45,8 @@ class Run:
         self.told_step: int | None = None
         self.sample_ids: tuple[str, ...] = ()
         self.groups = 0
+        self.shared = 0
+        self.entered = 0
         self.stopped = False
         self.noticed = False
         self._stopped_at: tuple[int | None, int] = (None, 0)
@@ -59,7 +63,17 @@ class Run:
     @property
     def step(self) -> int:
         """The step that is running."""
-        return self.told_step if self.told_step is not None else self.groups
+        return self.told_step if self.told_step is not None else self.groups - self.shared
+
+    @property
+    def steps(self) -> int:
+        """How many there were."""
+        return self.groups - self.shared
+
+    def go_on_from(self, steps: int) -> None:
+        """Count on from so many."""
+        self.groups = self.entered = steps
+        self.shared = 0
 
     def stop(self) -> None:
         """A policy "stop" waits from now on to be noticed by the loop."""

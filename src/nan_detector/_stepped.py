@@ -65,10 +65,18 @@ class Stepped:
         self.state_seen: int | None = None  # identity of the state that was looked at: a checkpoint brings another
         self.forewarning = Forewarning()
         self.call = -1  # the call of a step that the early warnings were fed in last
+        self.at = -1  # position of its last step that went the long way through the gate
+        #: Those that were seen to step after it on the same backward, by identity; None until there was one to see.
+        self.others: dict[int, Stepped] | None = None
         self.places: Places | None = None
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._kept: list[tuple[list[Any], int]] | None = None
         self._columns: dict[tuple[int, bool, int], tuple[str, ...]] = {}
+
+    @property
+    def position(self) -> int:
+        """How many steps the run had before the last one of this; -1 before the first."""
+        return self.at if self.last is None else max(self.at, self.last.position)
 
     def fits(self, optimizer: Any) -> bool:
         """True while these are still the optimizer's parameters, in groups of the same sizes."""

@@ -40,6 +40,8 @@ MAX_AGE = 8
 class Tape:
     """The entries of the current step of one thread, oldest first."""
 
+    moved = False  # weights that the step used are no longer there as they were
+
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.outside: dict[int, Outside] = {}

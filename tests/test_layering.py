@@ -94,6 +94,7 @@ TABLE = (
             "_births",
             "_book",
             "_brought_in",
+            "_at_the_loss",
             "_call_site",
             "_calls",
             "_capsule",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from nan_detector._aftermath import Aftermath, Damage
@@ -100,7 +101,7 @@ class Explainer:
             finding = self.watch.explain(current, suspicion)
         if finding is None:
             with current.off():
-                finding = self.search.origin(current)
+                finding = self.search.origin(current, partial(self._place_known, event, not_zeroed))
         if suspicion.gradients and not suspicion.losses:
             finding = replace(finding, notes=tuple(_STALE if n == FINITE_AGAIN else n for n in finding.notes))
         return self.completed(current, event, finding, not_zeroed)
@@ -111,9 +112,22 @@ class Explainer:
         if damage is not None:
             return self.of_damage(event, damage)
         finding = _with_zeroing(finding, not_zeroed)
+        return self._tried(current, self._complete(event, finding), finding)
+
+    def _place_known(self, event: NaNEvent, not_zeroed: str, finding: Finding) -> None:
+        """The replay has come as far as the bad loss: what is known by then is written down, and it goes on."""
+        try:
+            event = self._complete(event, _with_zeroing(finding, not_zeroed))
+            if self._told[story(event)] < TRIED_AT_MOST:
+                self.run.book.located(event)
+        except Exception:
+            if strict():
+                raise
+            logger.exception("the place could not be written down early; it is when the replay is over")
+
+    def _complete(self, event: NaNEvent, finding: Finding) -> NaNEvent:
         _, columns = self.run.recorder.columns(ROWS, only=HISTORY)
-        event = complete(event, finding, {name: tuple(values) for name, values in columns.items()}, ())
-        return self._tried(current, event, finding)
+        return complete(event, finding, {name: tuple(values) for name, values in columns.items()}, ())
 
     def _tried(self, current: Session, event: NaNEvent, finding: Finding) -> NaNEvent:
         """The event with its trends and trials. What is known already is written down first: they take their time."""

@@ -13,6 +13,7 @@ import torch
 
 from nan_detector import _finite
 from nan_detector._again import Again
+from nan_detector._at_the_loss import AtTheLoss
 from nan_detector._bad_weights import overwritten, poisoned_buffers, weights_lost
 from nan_detector._births import birth_of
 from nan_detector._entries import Entry
@@ -28,7 +29,7 @@ from nan_detector._run_step import Call
 from nan_detector._samples import as_it_came, sample_ids
 from nan_detector._state import logger, strict
 from nan_detector._tape import Tape
-from nan_detector._trace import BirthKind
+from nan_detector._trace import BirthKind, Trace
 
 #: What a replay changes for the process (the stance of compiled code, `Module.__call__`) is put back in order.
 _one_at_a_time = threading.RLock()
@@ -68,6 +69,7 @@ def investigate(
     evidence: Any = None,
     names: Names | None = None,
     only: Entry | None = None,
+    tell: Callable[[Finding], None] | None = None,
 ) -> Finding:
     """Replay the step on `tape` and trace the harm to its birth. Never raises on the training's account.
 
@@ -82,6 +84,7 @@ def investigate(
         conclude: What to make of the replay; None for the birth that the step's harm goes back to.
         evidence: Keeps what shows the guilty operation alone, for a capsule.
         names: Names of the models and of the batch, where they are known from elsewhere.
+        tell: Told where a bad loss comes from as soon as that is known; the backward is still to be made then.
     """
     notes = [f"dropped: {d}" for d in tape.dropped]
     wanted = tape.needed([only]) if only is not None else frozenset()
@@ -106,6 +109,13 @@ def investigate(
             if evidence is not None:
                 evidence.start()
                 step.tracer.evidence = evidence
+            if tell is not None:
+                known = tuple(notes)
+
+                def so_far(trace: Trace, micro_step: int) -> None:
+                    tell(_with_samples(Finding(trace, "yes", known, micro_step), names, entries))
+
+                step.at_the_loss = AtTheLoss(so_far)
             replayed = step.run()
         finally:
             if evidence is not None:

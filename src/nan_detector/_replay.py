@@ -15,6 +15,7 @@ import torch
 
 from nan_detector._aliases import Aliases
 from nan_detector._arguments import Arguments, Lost
+from nan_detector._at_the_loss import AtTheLoss
 from nan_detector._calls import CallKind, kind_of, public_name
 from nan_detector._change import Change, Follower
 from nan_detector._entries import Entry, Outside, tensors_in, tokens_in
@@ -28,7 +29,7 @@ from nan_detector._naming import Names
 from nan_detector._patches import ReplayEnds
 from nan_detector._quiet import quiet
 from nan_detector._remade import eager_stance, has_hook, make_call, modes_of, refuse_iterators
-from nan_detector._replayed import Replayed
+from nan_detector._replayed import Replayed, same_values
 from nan_detector._rng import restore_rng, rng_state
 from nan_detector._state import replaying
 from nan_detector._trace import BirthKind
@@ -71,6 +72,7 @@ class Step:
         self._rng: tuple[Tensor, ...] = ()  # where the random streams stood when a watched module was last called
         self._afterwards: list[Callable[[], None]] = []  # what is put back after the writes
         self._stashed: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self.at_the_loss: AtTheLoss | None = None
         if change is not None:
             change.is_replays_own = lambda t: id(t) in self.aliases.own_leaves
             change.starts(self)
@@ -193,8 +195,12 @@ class Step:
             refuse_iterators(args, kwargs)
         if tracer.api == "register_hook" and has_hook(args):
             return True  # the alias took over what its parameter had
-        if tracer.evidence is not None and entry.kind == "backward":
-            tracer.evidence.before_backward(args, kwargs)
+        if entry.kind == "backward":
+            if tracer.evidence is not None:
+                tracer.evidence.before_backward(args, kwargs)
+            if self.at_the_loss is not None:
+                recorded = () if self._is_unscaled(entry) else entry.losses
+                self.at_the_loss(self.replayed, losses_in(args, kwargs), recorded)
         try:
             with modes_of(entry):
                 out = make_call(entry.func, args, kwargs)
@@ -218,11 +224,14 @@ class Step:
         if entry.kind == "root":
             self.replayed.outputs.extend(self.results[entry])
         elif entry.kind == "backward":
-            roots = args[0] if args else kwargs.get("self", kwargs.get("tensors"))
-            self.replayed.losses.extend(t for t in tensors_in(roots) if t.numel() == 1)
+            losses = losses_in(args, kwargs)
+            self.replayed.losses.extend(losses)
             self.replayed.backward_ends.append(tracer.operations)
-            self._compare(entry, roots)
+            self._compare(entry, losses)
         return True
+
+    def _is_unscaled(self, entry: Entry) -> bool:
+        return self.unscaled and bool(entry.unscaled)
 
     def _note_write(self, entry: Entry) -> None:
         """A model's own method, called by the loop, may write a buffer; the model is run with a copy of the buffer."""
@@ -247,14 +256,11 @@ class Step:
         is_model = any(owner is m for m in self.models.values())
         return owner if not is_model or (entry.mark is not None and entry.mark.code.co_name == "forward") else None
 
-    def _compare(self, entry: Entry, roots: Any) -> None:
-        if self.change is not None:
-            return
-        mine = [t.detach() for t in tensors_in(roots) if t.numel() == 1]
-        if len(mine) != len(entry.losses) or (self.unscaled and entry.unscaled):
+    def _compare(self, entry: Entry, losses: list[Tensor]) -> None:
+        if self.change is not None or len(losses) != len(entry.losses) or self._is_unscaled(entry):
             return
         with quiet():
-            same = all(same_values(a, b) for a, b in zip(mine, entry.losses, strict=True))
+            same = all(same_values(a, b) for a, b in zip(losses, entry.losses, strict=True))
         self.replayed.same = same if self.replayed.same is None else self.replayed.same and same
 
     def _restore_moment(self, moment: Moment) -> None:
@@ -291,5 +297,7 @@ class Step:
             self.replayed.buffers[f"{path}.{name}" if path not in (None, "root") else name] = copy
 
 
-def same_values(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+def losses_in(args: Any, kwargs: Any) -> list[Tensor]:
+    """What a backward begins at, by its arguments: the tensors with one element."""
+    roots = args[0] if args else kwargs.get("self", kwargs.get("tensors"))
+    return [t for t in tensors_in(roots) if t.numel() == 1]

@@ -24,7 +24,8 @@ from nan_detector._patches import ReplayEnds
 from nan_detector._python_state import PythonState, is_iterator
 from nan_detector._quiet import hidden, quiet
 from nan_detector._remade import make_call, modes_of
-from nan_detector._replay import Step, same_values
+from nan_detector._replay import Step, losses_in
+from nan_detector._replayed import same_values
 from nan_detector._session import Session
 from nan_detector._state import replay_may_step
 from nan_detector._tape import Tape, Tensor
@@ -150,8 +151,10 @@ class WholeStep(Step):
         """A function of the library is called: a backward pass shows the loss."""
         if kind_of(func) is not CallKind.BACKWARD:
             return run()
-        roots = args[0] if args else kwargs.get("self", kwargs.get("tensors"))
-        self.replayed.losses.extend(t for t in tensors_in(roots) if t.numel() == 1)
+        losses, known = losses_in(args, kwargs), len(self.replayed.losses)
+        if self.at_the_loss is not None:
+            self.at_the_loss(self.replayed, losses, self.call.losses()[known : known + len(losses)])
+        self.replayed.losses.extend(losses)
         out = run()
         self.replayed.backward_ends.append(self.tracer.operations)
         return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,16 +30,20 @@ class Search:
         self.calls = calls
         self.capsules = capsules
 
-    def origin(self, current: Session) -> Finding:
+    def origin(self, current: Session, tell: Callable[[Finding], None] | None = None) -> Finding:
         """Of what is bad in the step: of the whole step where it is one call, else (or where that fails) of the tape.
 
         `current` is off while this runs.
+
+        Args:
+            current: The session.
+            tell: Told where a bad loss comes from as soon as that is known; the search goes on.
         """
         models, budget = self.run.models, self.run.config.replay_budget_s
         call = self.calls.of(current)
         if call is None:
-            return investigate(current.tape, models, budget, evidence=self._evidence)
-        whole = investigate(current.tape, models, budget, call=call, evidence=self._evidence)
+            return investigate(current.tape, models, budget, evidence=self._evidence, tell=tell)
+        whole = investigate(current.tape, models, budget, call=call, evidence=self._evidence, tell=tell)
         if whole.reproduced == "yes":
             return replace(whole, micro_step=whole.micro_step + call.backwards_before)
         taped = investigate(current.tape, models, budget, evidence=self._evidence)

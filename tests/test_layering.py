@@ -95,6 +95,7 @@ TABLE = (
             "_book",
             "_brought_in",
             "_at_the_loss",
+            "_module_calls",
             "_call_site",
             "_calls",
             "_capsule",

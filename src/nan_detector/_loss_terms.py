@@ -201,7 +201,10 @@ class Sums:
 
     @staticmethod
     def _leaf(t: Tensor, mark: Mark | None, beginning: bool = False) -> Leaf:
-        with quiet():  # no device but MPS lacks float64, in which no mean of narrower numbers overflows
+        with quiet():
+            if t.numel() == 1 and t.dtype is torch.float32:  # it is its own mean
+                return Leaf(t.clone(), mark, beginning)
+            # No device but MPS lacks float64, in which no mean of narrower numbers overflows.
             wide = torch.float32 if t.device.type == "mps" else torch.float64
             return Leaf(t.detach().mean(dtype=wide), mark, beginning)
 

@@ -353,8 +353,10 @@ def _names_with_totals(names: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
 
 
 def _totals(norms: Sequence[float]) -> tuple[float, float]:
-    largest = _largest(norms)
-    return math.hypot(*norms), math.nan if largest is None else largest
+    total = math.hypot(*norms)
+    # Nearly always all are finite: then none is NaN, and asking each of them would cost the reader most of its time.
+    largest = max(norms, default=None) if math.isfinite(total) else _largest(norms)
+    return total, math.nan if largest is None else largest
 
 
 def _filled(values: Iterable[float | None]) -> list[float]:

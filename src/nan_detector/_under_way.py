@@ -15,6 +15,7 @@ from nan_detector._call_site import Called, caller
 from nan_detector._calls import public_name
 from nan_detector._change import Change
 from nan_detector._loss_terms import Sums
+from nan_detector._module_calls import Call, calls_through
 from nan_detector._naming import Names
 from nan_detector._remade import make_call
 from nan_detector._tracer import OpTracer
@@ -61,28 +62,26 @@ class ApiNames(TorchFunctionMode):
 def module_tracking(tracer: OpTracer, names: Names, models: dict[str, torch.nn.Module]) -> Iterator[None]:
     """Keep the tracer told of the module that is running."""
     me = threading.get_ident()
-    patched = _entered_through(models)
-    call = getattr(torch.nn.Module, patched)
 
     # Not by hooks: the user's own, which may compute as well, would run outside of the module they belong to.
-    def tracked(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != me:
-            return call(module, *args, **kwargs)
-        outer = tracer.module, tracer.phase
-        if names.is_watched(module):
-            tracer.module, tracer.phase = names.of_module(module), "forward"
-        elif tracer.phase != "forward":  # made on the spot within a watched module: its code is that module's
-            tracer.module = names.of_module(module)
-        try:
-            return call(module, *args, **kwargs)
-        finally:
-            tracer.module, tracer.phase = outer
+    def through(call: Call) -> Call:
+        def tracked(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != me:
+                return call(module, *args, **kwargs)
+            outer = tracer.module, tracer.phase
+            if names.is_watched(module):
+                tracer.module, tracer.phase = names.of_module(module), "forward"
+            elif tracer.phase != "forward":  # made on the spot within a watched module: its code is that module's
+                tracer.module = names.of_module(module)
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                tracer.module, tracer.phase = outer
 
-    setattr(torch.nn.Module, patched, tracked)
-    try:
+        return tracked
+
+    with calls_through(_entered_through(models), through):
         yield
-    finally:
-        setattr(torch.nn.Module, patched, call)
 
 
 def _entered_through(models: dict[str, torch.nn.Module]) -> str:

@@ -360,7 +360,7 @@ class Engine:
             self.keeper.clean(current)
         if current.users > 1 and stepped is not None:
             self._unforgotten = True  # another detector may have to judge the same step
-        else:
+        elif not (self.shared.joined and current.tape.idle):
             self._forget(current)
         self.watch.next_step()
         return refuse

@@ -228,6 +228,11 @@ class Tape:
         wanted = self.needed(self._alive()) | spare
         self._restrict([e for e in self.entries if e in wanted])
 
+    @property
+    def idle(self) -> bool:
+        """True while nothing was recorded since the last gate."""
+        return not self.begun and (not self.entries or self.entries[-1].number < self.boundary)
+
     def forget_step(self) -> None:
         """A gate has judged all that is on the tape, and nothing that lives needs any of it."""
         self.begun = False

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import types
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from nan_detector._calls import CallKind, kind_of, public_name
+from nan_detector._calls import CallKind, kind_of, kinds, public_name
 from nan_detector._opinfo import info_of, plain_name
 
 Tensor = torch.Tensor
@@ -50,6 +54,55 @@ def test_a_callable_that_cannot_be_looked_up_is_plain() -> None:
         def __call__(self) -> None: ...
 
     assert kind_of(Unhashable()) is CallKind.PLAIN
+
+
+class Holder:
+    """What a library makes for a call of its own, with a batch in it."""
+
+    def double(self) -> None: ...
+
+
+def in_a_closure(held: Any) -> Any:
+    def double_() -> Any:
+        return held
+
+    return double_
+
+
+@pytest.mark.parametrize(
+    ("made_of", "kind"),
+    [
+        (in_a_closure, CallKind.IN_PLACE),
+        (lambda held: held.double, CallKind.PLAIN),
+        (lambda held: functools.partial(print, held), CallKind.PLAIN),
+    ],
+)
+def test_what_is_made_on_the_spot_is_not_kept(made_of: Callable[[Any], Any], kind: CallKind) -> None:
+    held = Holder()
+    gone = weakref.ref(held)
+    func = made_of(held)
+    assert kind_of(func) is kind
+    assert kind_of(func) is kind
+    del held, func
+    assert gone() is None
+
+
+def test_torchs_own_functions_are_kept_closures_among_them() -> None:
+    closures = [f for f in vars(F).values() if getattr(f, "__closure__", None) and f.__module__.startswith("torch")]
+    assert closures
+    for func in (*closures, torch.add, torch.Tensor.add, torch.Tensor.grad.__get__):
+        kind_of(func)
+        assert func in kinds
+
+
+def test_not_more_than_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = len(kinds) + 3
+    monkeypatch.setattr("nan_detector._calls.MOST", most)
+    for i in range(20):
+        made = types.FunctionType(kind_of.__code__, {}, f"made_{i}")
+        assert kind_of(made) is CallKind.PLAIN
+        assert len(kinds) <= most
+    assert kind_of(torch.Tensor.add_) is CallKind.IN_PLACE
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import _sacred  # noqa: F401  # makes PyTorch wrap its optimizers before a test is held against how they were
 from _rescue import detector, seed_all
-from nan_detector import NaNDetector, NaNEvent, Trial, _step_trials, detect_nan
+from nan_detector import NaNDetector, NaNEvent, Trial, _step_trials, _trial_lab, detect_nan
 from nan_detector._errors import NonFiniteError
 from nan_detector._eventlog import read_log
 from nan_detector._summary import rows
@@ -319,8 +319,10 @@ def test_a_spent_budget_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
             self.now += 1.0
             return self.now
 
-    monkeypatch.setattr(_step_trials, "time", Clock())
-    monkeypatch.setattr(_step_trials, "MAX_RUNS", 2)
+    clock = Clock()
+    for module in (_step_trials, _trial_lab):
+        monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(module, "MAX_RUNS", 2)
     event = train(lambda p: torch.optim.SGD(p, lr=0.1), before=at(2, "lr", NAN))
     assert tried(event, "rate").detail == "the budget of 2 steps was spent"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -41,6 +43,8 @@ _IGNORED_NAMES = {
 #: Attributes of a tensor that are tensors; reading any other makes nothing to record.
 _TENSOR_ATTRIBUTES = ("grad", "data", "T", "mT", "H", "mH", "real", "imag", "_base")
 
+#: Functions whose kind is remembered: PyTorch has about half as many that a training can call.
+MOST = 4096
 #: What `kind_of` has decided.
 kinds: dict[Any, CallKind] = {}
 
@@ -52,8 +56,23 @@ def kind_of(func: Callable[..., Any]) -> CallKind:
     except TypeError:  # an unhashable callable
         return CallKind.PLAIN
     if found is None:
-        found = kinds[func] = _classify(func)
+        found = _classify(func)
+        if not _is_made_on_the_spot(func):
+            if len(kinds) >= MOST:
+                kinds.clear()
+            kinds[func] = found
     return found
+
+
+def _is_made_on_the_spot(func: Callable[..., Any]) -> bool:
+    """True for what a library makes anew for each call: remembering it would keep alive what it holds, a batch say."""
+    if isinstance(func, functools.partial) or isinstance(getattr(func, "__self__", None), torch.Tensor):
+        return True
+    if isinstance(func, types.MethodType):
+        return not isinstance(func.__self__, (type, types.ModuleType))
+    if isinstance(func, types.FunctionType) and func.__closure__:
+        return not (func.__module__ or "").startswith("torch")
+    return False
 
 
 def _classify(func: Callable[..., Any]) -> CallKind:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,30 +14,20 @@ from nan_detector._recording import custom_function
 from nan_detector._session import session
 
 
-class Apply:
+class Apply(Protocol):
     """`autograd.Function.apply` as it is, and as it is while its calls are seen."""
 
     def see(self) -> None:
         """Hand each call to the session."""
-        raise NotImplementedError
 
     def leave(self) -> None:
         """Back to the original."""
-        raise NotImplementedError
 
     def bare(self, cls: Any) -> Callable[..., Any]:
         """The original, for a function's class."""
-        raise NotImplementedError
-
-    def call(self, cls: Any, args: Any, kwargs: Any) -> Any:
-        """What a call does while it is seen."""
-        bare = self.bare(cls)
-        if compiling():
-            return bare(*args, **kwargs)
-        return custom_function(session(), cls, bare, args, kwargs)
 
 
-class PythonApply(Apply):
+class PythonApply:
     """That of PyTorch up to 2.13, a function in Python: its code is exchanged, so that every call is seen.
 
     A method bound before (``fn = MyFunction.apply``) holds the function itself and would pass by a patched attribute;
@@ -66,7 +56,7 @@ class PythonApply(Apply):
         return types.MethodType(self._bare, cls)
 
 
-class NativeApply(Apply):
+class NativeApply:
     """That of later ones, which is not Python: the attribute is exchanged.
 
     What was bound before the watch began passes by. Such a result has a graph that no recorded call explains, and the
@@ -77,7 +67,7 @@ class NativeApply(Apply):
         self.original = descriptor
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.call(cls, args, kwargs)
+            return call(self, cls, args, kwargs)
 
         self.seeing = classmethod(functools.wraps(descriptor.__get__(None, torch.autograd.Function))(apply))
 
@@ -106,11 +96,19 @@ def wrap_apply() -> None:
     to_undo.append(FUNCTION_APPLY[0].leave)
 
 
+def call(apply: Apply, cls: Any, args: Any, kwargs: Any) -> Any:
+    """What a call does while it is seen."""
+    bare = apply.bare(cls)
+    if compiling():
+        return bare(*args, **kwargs)
+    return custom_function(session(), cls, bare, args, kwargs)
+
+
 def _seeing(__class__: Any) -> Any:  # the one cell of the original, which calls `super()`
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        from nan_detector._patched_apply import FUNCTION_APPLY  # the globals of this code are PyTorch's
+        from nan_detector._patched_apply import FUNCTION_APPLY, call  # the globals of this code are PyTorch's
 
         __class__  # noqa: B018  # so that the code closes over it, as the original's does
-        return FUNCTION_APPLY[0].call(cls, args, kwargs)
+        return call(FUNCTION_APPLY[0], cls, args, kwargs)
 
     return apply

@@ -33,7 +33,7 @@ from nan_detector._step_changes import (
     with_larger_eps,
     with_rate,
 )
-from nan_detector._trial_lab import MAX_RUNS, UNNOTICED_S, Spent
+from nan_detector._trial_lab import MAX_RUNS, Budget, Spent
 from nan_detector._trial_plan import (
     AGAIN,
     CLIPPED,
@@ -58,7 +58,7 @@ _FINITE = "weights and state are finite"
 
 
 @dataclass
-class StepLab:
+class StepLab(Budget):
     """What a trial of an optimizer's step has to work with.
 
     Attributes:
@@ -66,25 +66,12 @@ class StepLab:
         names: Names of parameters by identity.
         event: The event so far.
         facts: What is known of the step.
-        budget_s: Seconds for all trials together.
-        unit: Seconds that the step itself took on a copy; 0 until it was taken.
     """
 
     retake: Retake
     names: Mapping[int, str]
     event: NaNEvent
     facts: StepFacts
-    budget_s: float
-    unit: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.begun = time.perf_counter()
-
-    @property
-    def left(self) -> float:
-        """Seconds that are left."""
-        budget = min(self.budget_s, max(MAX_RUNS * self.unit, UNNOTICED_S)) if self.unit else self.budget_s
-        return self.begun + budget - time.perf_counter()
 
     def take(self, change: StepChange) -> tuple[str, Outcome]:
         """The step with `change`: what that did, and what came of it.
@@ -93,9 +80,8 @@ class StepLab:
             Spent: There is no time for it.
             Untold: The change is none here.
         """
-        if self.left < self.unit or self.left <= 0:
-            raise Spent
-        said, outcome = taken(self.retake, change, self.names, self.begun + self.budget_s)
+        self.ask()
+        said, outcome = taken(self.retake, change, self.names, self.deadline)
         self.unit = self.unit or outcome.seconds
         return said, outcome
 
@@ -175,7 +161,7 @@ def with_step_trials(
     try:
         with one_at_a_time(budget_s):
             facts = _facts(event, retake, option, rates)
-            lab = StepLab(retake, names, event, facts, budget_s)
+            lab = StepLab(retake, names, event, facts, budget_s=budget_s)
             return replace(event, trials=(*event.trials, *_run_all(lab)))
     except ReplayRefused as refusal:
         return replace(event, notes=(*event.notes, f"no trials: {refusal}"))

@@ -25,33 +25,17 @@ class Spent(Exception):
     """The budget does not allow another run."""
 
 
-@dataclass
-class Lab:
-    """What a trial has to work with.
+@dataclass(kw_only=True)
+class Budget:
+    """The time that trials may take together, from when this is made.
 
     Attributes:
-        again: The step.
-        event: The located event.
-        birth: The birth that it names; None where nothing was found.
-        facts: What is known of the step.
-        batch: Its batch.
-        budget_s: Seconds for all trials together.
+        budget_s: Seconds for all trials together, at most.
         unit: Seconds of one bare run; 0 until there was one.
-        first: What came of the first bare run.
-        rows: The samples that were found guilty.
-        runs: How often the step was run.
     """
 
-    again: Again
-    event: NaNEvent
-    birth: Birth | None
-    facts: Facts
-    batch: Batch
     budget_s: float
     unit: float = 0.0
-    first: Outcome | None = None
-    rows: Rows = ()
-    runs: int = 0
 
     def __post_init__(self) -> None:
         self.begun = time.perf_counter()
@@ -62,15 +46,53 @@ class Lab:
         budget = min(self.budget_s, max(MAX_RUNS * self.unit, UNNOTICED_S)) if self.unit else self.budget_s
         return self.begun + budget - time.perf_counter()
 
+    @property
+    def deadline(self) -> float:
+        """The `time.perf_counter()` at which a run gives up."""
+        return self.begun + self.budget_s
+
+    def ask(self) -> None:
+        """Ask for the time of one run.
+
+        Raises:
+            Spent: There is none.
+        """
+        if self.left < self.unit or self.left <= 0:
+            raise Spent
+
+
+@dataclass
+class Lab(Budget):
+    """What a trial has to work with.
+
+    Attributes:
+        again: The step.
+        event: The located event.
+        birth: The birth that it names; None where nothing was found.
+        facts: What is known of the step.
+        batch: Its batch.
+        first: What came of the first bare run.
+        rows: The samples that were found guilty.
+        runs: How often the step was run.
+    """
+
+    again: Again
+    event: NaNEvent
+    birth: Birth | None
+    facts: Facts
+    batch: Batch
+    first: Outcome | None = None
+    rows: Rows = ()
+    runs: int = 0
+
     def run(self, change: Change, *, checksum: bool = False) -> Outcome:
         """The step with `change`.
 
         Raises:
             Spent: There is no time for it.
         """
-        if self.left < self.unit or self.left <= 0:
-            raise Spent
-        outcome = self.again.run(change, self.begun + self.budget_s, checksum=checksum)
+        self.ask()
+        outcome = self.again.run(change, self.deadline, checksum=checksum)
         self.runs += 1
         self.first = self.first or outcome
         if type(change) in (Change, Measuring):

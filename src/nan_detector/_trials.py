@@ -73,7 +73,7 @@ def with_trials(event: NaNEvent, finding: Finding, budget_s: float, compiled_aft
 def _tried(event: NaNEvent, finding: Finding, again: Again, budget_s: float, compiled_after: bool) -> NaNEvent:
     birth = finding.trace.birth if finding.trace is not None else None
     batch = batch_of(again, finding.micro_step)
-    lab = Lab(again, event, birth, Facts(), batch, min(budget_s, patience_of_others()))
+    lab = Lab(again, event, birth, Facts(), batch, budget_s=min(budget_s, patience_of_others()))
     if finding.reproduced != "not_tried" and not again.opaque:
         measuring = Measuring(batch)
         lab.run(measuring, checksum=True)

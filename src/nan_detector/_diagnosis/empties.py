@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nan_detector._causes import cause
 from nan_detector._diagnosis.facts import (
+    LABEL_LOSSES,
     Rule,
     argument,
     made_nan,
@@ -16,15 +17,6 @@ from nan_detector._diagnosis.facts import (
 from nan_detector._records import Cause
 from nan_detector._trace import Birth, Trace
 
-_LABEL_LOSSES = (
-    "nll_loss",
-    "nll_loss_forward",
-    "nll_loss2d",
-    "nll_loss2d_forward",
-    "nll_loss_nd",
-    "cross_entropy",
-    "cross_entropy_loss",
-)
 _EMPTY_LOG_SUMS = ("logsumexp", "logcumsumexp")
 _SPREADS = ("std", "var", "std_mean", "var_mean")
 
@@ -54,7 +46,7 @@ def reduction_of_empty(birth: Birth, trace: Trace) -> Cause | None:
             f"{birth.call or op} got a tensor of shape {tuple(first.shape)}: no elements.",
             fix="x.sum() / max(x.numel(), 1), or skip the term when nothing was selected",
         )
-    if op in _LABEL_LOSSES and made_nan(birth) and not any(s.bad_count for s in operands(birth)):
+    if op in LABEL_LOSSES and made_nan(birth) and not any(s.bad_count for s in operands(birth)):
         labels = whole_operand(birth, 1)
         if labels is not None and labels.min is not None and labels.min == labels.max:
             said = f"All {labels.numel} labels are {labels.min:g}"

@@ -16,6 +16,16 @@ OPERATION_KINDS = (BirthKind.OPERATION.value, BirthKind.INTENDED_MET.value, Birt
 _SITES_SHOWN = 20
 #: The note on a birth in the backward of a user's autograd.Function.
 CUSTOM_FUNCTION = "custom_function"
+#: Losses that take labels, by whatever name the tracer sees them.
+LABEL_LOSSES = (
+    "nll_loss",
+    "nll_loss_forward",
+    "nll_loss2d",
+    "nll_loss2d_forward",
+    "nll_loss_nd",
+    "cross_entropy",
+    "cross_entropy_loss",
+)
 #: Matrix products: an element of the result sums over a row and a column.
 MATRIX_PRODUCTS = (
     *("mm", "bmm", "addmm", "baddbmm", "addbmm", "matmul", "linear", "mv", "addmv", "dot", "vdot", "inner", "einsum"),

@@ -7,6 +7,7 @@ import re
 from nan_detector._causes import cause
 from nan_detector._diagnosis.dtypes import limits, plain
 from nan_detector._diagnosis.facts import (
+    LABEL_LOSSES,
     MATRIX_PRODUCTS,
     Rule,
     argument,
@@ -31,15 +32,6 @@ from nan_detector._trace import THROUGH_LOG_SOFTMAX, Birth, BirthKind, Trace
 _SOFTMAXES = ("softmax", "log_softmax", "safe_softmax", "masked_softmax", "sparse_softmax")
 _LOGSUMEXPS = ("logsumexp", "logaddexp", "logaddexp2", "logcumsumexp")
 _PRODUCTS = (*MATRIX_PRODUCTS, "mul", "div", "addcmul", "addcdiv", "convolution")
-_NLL = (
-    "nll_loss",
-    "nll_loss_forward",
-    "nll_loss2d",
-    "nll_loss2d_forward",
-    "nll_loss_nd",
-    "cross_entropy",
-    "cross_entropy_loss",
-)
 _CTC = ("ctc_loss", "cudnn_ctc_loss", "use_cudnn_ctc_loss")
 
 
@@ -128,7 +120,9 @@ def masked_logit_in_loss(birth: Birth, trace: Trace) -> Cause | None:
     """An infinity that a mask put there was counted by the loss."""
     op = op_of(birth)
     reached = birth.kind == BirthKind.INTENDED_REACHED.value and _weighs_classes(birth, op)
-    nll = op in _NLL and by_operation(birth) and any(s.neginf_count for s in operands(birth)) and made_inf(birth)
+    nll = (
+        op in LABEL_LOSSES and by_operation(birth) and any(s.neginf_count for s in operands(birth)) and made_inf(birth)
+    )
     if not reached and not nll:
         return None
     smoothing = argument(birth, "label_smoothing")
@@ -144,7 +138,7 @@ def masked_logit_in_loss(birth: Birth, trace: Trace) -> Cause | None:
             "mask with a large finite value (-1e4) where label_smoothing is on, or smooth over the unmasked classes "
             "only"
         )
-    elif op in _NLL:
+    elif op in LABEL_LOSSES:
         said.append("A target names a class that is masked.")
         fix = "check the targets: logits.gather(1, y[:, None]).isfinite().all()"
     elif reached and THROUGH_LOG_SOFTMAX in birth.note:

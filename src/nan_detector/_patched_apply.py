@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from nan_detector._patched import compiling, to_undo
-from nan_detector._recording import custom_function
+from nan_detector._recorded_whole import custom_function
 from nan_detector._session import session
 
 

@@ -18,7 +18,8 @@ from nan_detector._errors import ReplayRefused
 from nan_detector._patched import Watcher, compiling, lock, to_undo, watchers, wrap
 from nan_detector._patched_apply import wrap_apply
 from nan_detector._patched_compile import wrap_compile_in_place, wrap_compiled_calls, wrap_compiled_modules
-from nan_detector._recording import backward, scaled
+from nan_detector._recorded_whole import scaled
+from nan_detector._recording import backward
 from nan_detector._session import Session, all_sessions, session, sessions, steps_running
 from nan_detector._skip import closure_of
 from nan_detector._state import is_replaying, local, steps_in_replay

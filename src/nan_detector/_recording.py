@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -10,13 +10,13 @@ import torch
 from nan_detector import _finite
 from nan_detector._calls import CallKind, kind_of, public_name
 from nan_detector._calls import kinds as _kinds
-from nan_detector._entries import Entry, Made, Outside, autocast_state, tensors_in, tokens_in
+from nan_detector._entries import Entry, Made, autocast_state, tensors_in, tokens_in
+from nan_detector._entry_of_call import ATTRIBUTES, entry_of
 from nan_detector._quiet import hidden, quiet
-from nan_detector._rng import rng_state
+from nan_detector._recorded_backward import begin_backward
 from nan_detector._source import Mark, here, here_and_module
-from nan_detector._state import is_replaying
 from nan_detector._tape import Tensor
-from nan_detector._written_weights import parameter_behind, weights_behind
+from nan_detector._written_weights import weights_behind
 
 if TYPE_CHECKING:
     from nan_detector._session import Session, TapeMode
@@ -28,14 +28,8 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 _is_grad_enabled = torch.is_grad_enabled
 
-_ATTRIBUTES = ("data", "grad")
-
 #: Looks at bad values that are remembered between two gates.
 MAX_LOOKS = 16
-
-
-#: Where a call stands: the user's line, and the module in whose method it is.
-Place = tuple[Mark | None, object | None]
 
 
 class Look(NamedTuple):
@@ -87,7 +81,7 @@ def torch_function(
         entry = Entry(func, encoded, tape.encode(kwargs) if kwargs else {}, mark, _is_grad_enabled())
         if _any_autocast():
             entry.autocast = autocast_state()
-        if tape.begun is not begun and getattr(getattr(func, "__self__", None), "__name__", "") in _ATTRIBUTES:
+        if tape.begun is not begun and getattr(getattr(func, "__self__", None), "__name__", "") in ATTRIBUTES:
             tape.begun = False  # reading an attribute uses no weight
         if kwargs and "out" in kwargs:
             entry.writes = True
@@ -120,9 +114,9 @@ def call(
     if kind is not CallKind.PLAIN:
         try:
             place = (here(3), None) if kind is CallKind.BACKWARD else here_and_module(3)
-            entry = _entry(session, func, args, kwargs, place, kind)
+            entry = entry_of(session, func, args, kwargs, place, kind)
             if kind is CallKind.BACKWARD:
-                _begin_backward(session, entry, args, kwargs)
+                begin_backward(session, entry, args, kwargs)
         except Exception as bug:
             session.failed(bug)
             return func(*args, **kwargs)
@@ -147,7 +141,7 @@ def _failed(
 ) -> None:
     """The call that failed because of the bad value is the end of the story: keep it for the replay."""
     try:
-        failed = entry or _entry(session, func, args, kwargs, here_and_module(3), kind)
+        failed = entry or entry_of(session, func, args, kwargs, here_and_module(3), kind)
         failed.raised = True
         if kind is not CallKind.BACKWARD:
             session.tape.add(failed, None)
@@ -174,7 +168,7 @@ def _note(
                 if isinstance(out, bool):
                     _answered(session, args, out)
                 return out
-            entry = _entry(session, func, args, kwargs, here_and_module(3), kind)
+            entry = entry_of(session, func, args, kwargs, here_and_module(3), kind)
             if isinstance(out, float):
                 entry.scalar = out
                 _looked(session, args, out, entry.mark)
@@ -230,15 +224,6 @@ def backward(session: Session, func: Callable[..., Any], args: tuple[Any, ...], 
         session.busy -= 1
 
 
-def _begin_backward(session: Session, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """On the tape before it runs: an optimizer that steps inside (in a hook) is judged with it."""
-    with hidden():
-        roots = [t for t in _roots_of_backward(args, kwargs) if t.numel() == 1]
-        entry.losses = tuple([t.detach() for t in roots])
-        _before_scaling(session, entry, roots)
-    session.tape.add(entry, None)
-
-
 def _may_write(session: Session, weights: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """A loop that has no optimizer updates its weights itself: False when that update was judged and refused."""
     mark = here(4)
@@ -253,38 +238,6 @@ def _may_write(session: Session, weights: list[Tensor], args: tuple[Any, ...], k
     with quiet():
         sources = [t for t in tensors_in((args[1:], kwargs)) if _finite.checkable(t)]
         return all(_finite.is_finite(t) for t in sources)
-
-
-def _entry(
-    session: Session,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    place: Place,
-    kind: CallKind,
-) -> Entry:
-    grad_enabled = _is_grad_enabled()
-    with hidden():
-        tape = session.tape
-        if kind is CallKind.IN_PLACE:
-            _save_target(session, args, kwargs)
-        begun = tape.begun
-        entry = Entry(func, tape.encode(args), tape.encode(kwargs) if kwargs else kwargs, place[0], grad_enabled)
-        if _any_autocast():
-            entry.autocast = autocast_state()
-        if begun is False and tape.begun and getattr(getattr(func, "__self__", None), "__name__", "") in _ATTRIBUTES:
-            tape.begun = False  # reading an attribute uses no weight
-        if kind is CallKind.IN_PLACE or kind is CallKind.STATE or "out" in kwargs:
-            entry.writes = True
-        if place[1] is not None:
-            entry.owner = place[1]
-        if kind is CallKind.BACKWARD:
-            entry.kind = "backward"
-        elif kind is CallKind.RANDOM:
-            entry.rng = rng_state()
-            gens = [v for v in kwargs.values() if isinstance(v, torch.Generator)]
-            entry.generators = tuple((g, g.get_state()) for g in gens)
-        return entry
 
 
 def _looked(session: Session, args: tuple[Any, ...], value: float | None, mark: Mark | None) -> None:
@@ -316,106 +269,6 @@ def _answered(session: Session, args: tuple[Any, ...], answer: bool) -> None:
         maker = token.entry
 
 
-def _before_scaling(session: Session, entry: Entry, roots: list[Tensor]) -> None:
-    """Of a backward from what a GradScaler scaled: the losses themselves, which alone are the training's."""
-    makers = [session.tape.made_by(t) for t in roots]
-    if "scale" not in [m.kind for m in makers if m is not None]:
-        return
-    before = []
-    for t, maker in zip(roots, makers, strict=True):
-        if maker is not None and maker.kind == "scale":
-            position = next(i for i, ref in enumerate(maker.made) if ref() is t)
-            before.append(maker.unscaled[position])
-            session.gradient_scale = maker.args[1].tensor
-        else:
-            before.append(t.detach())
-    entry.unscaled = tuple(before)
-
-
-def scaled(session: Session, scaler: Any, outputs: Any, original: Callable[..., Any]) -> Any:
-    """`GradScaler.scale` as one entry: the replay must be able to tell its overflow from the training's own."""
-    mode = session.mode
-    inert = mode is None or mode.session is None or session.paused or session.busy or not scaler.is_enabled()
-    if inert or not isinstance(outputs, (Tensor, list, tuple)) or _functorch_level() is not None:
-        return original(scaler, outputs)
-    place = here_and_module(4)
-    session.paused += 1
-    try:
-        out = original(scaler, outputs)
-        # `update` writes the scale in place: the replay needs the one that was used.
-        factor = scaler._scale.detach().clone()
-    finally:
-        session.paused -= 1
-    try:
-        entry = _entry(session, scale, (outputs, factor), {}, place, CallKind.PLAIN)
-        entry.kind = "scale"
-        entry.unscaled = tuple(t.detach() for t in tensors_in(outputs))
-        session.tape.add(entry, out)
-    except Exception as bug:
-        session.failed(bug)
-    return out
-
-
-def _save_target(session: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a write in place: keep a copy of what stood there, when it came from outside the step."""
-    targets = list(tensors_in(args[:1]))
-    targets.extend(tensors_in(kwargs.get("out")))
-    for t in targets:
-        base = t._base if t._is_view() and t._base is not None else t
-        for candidate in (t, base, parameter_behind(session.tape, t)):
-            if candidate is not None and session.tape.made_by(candidate) is None:
-                outside = session.tape.token(candidate)
-                if isinstance(outside, Outside):
-                    session.tape.keep_earlier(outside)
-
-
-def custom_function(
-    session: Session, cls: Any, apply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """An `autograd.Function.apply`, which does not go through function modes."""
-    if (
-        session.mode is None
-        or session.mode.session is None
-        or session.paused
-        or session.busy
-        or _compiling()
-        or is_replaying()
-    ):
-        return apply(*args, **kwargs)
-    if _functorch_level() is not None:
-        return apply(*args, **kwargs)
-    try:
-        entry = _entry(session, apply, args, kwargs, here_and_module(3), CallKind.PLAIN)
-    except Exception as bug:
-        session.failed(bug)
-        return apply(*args, **kwargs)
-    session.paused += 1
-    try:
-        out = apply(*args, **kwargs)
-    except Exception:
-        _keep(session, entry, None)
-        raise
-    finally:
-        session.paused -= 1
-    _keep(session, entry, out)
-    return out
-
-
-def _keep(session: Session, entry: Entry, out: Any) -> None:
-    try:
-        with hidden():
-            session.tape.add(entry, out)
-    except Exception as bug:
-        session.failed(bug)
-
-
-def scale(outputs: Any, factor: Tensor) -> Any:
-    """What a GradScaler's `scale` computes."""
-    if isinstance(outputs, Tensor):
-        return outputs * factor.to(outputs.device)
-    return type(outputs)(scale(o, factor) for o in outputs)
-
-
 def _is_data(value: Any) -> bool:
     """True for a numpy array, or a list of numbers that is not written out tensor by tensor."""
     if isinstance(value, (list, tuple)):
@@ -425,11 +278,3 @@ def _is_data(value: Any) -> bool:
 
 def _holds_tensor(out: Any) -> bool:
     return isinstance(out, (tuple, list, dict)) and next(tensors_in(out), None) is not None
-
-
-def _roots_of_backward(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[Tensor]:
-    if args and isinstance(args[0], Tensor):
-        return (args[0],)
-    if args:
-        return tensors_in(args[0])
-    return tensors_in(kwargs.get("self", kwargs.get("tensors")))

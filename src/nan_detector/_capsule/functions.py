@@ -15,7 +15,7 @@ from torch.overrides import get_overridable_functions
 
 from nan_detector._capsule.layout import MAX_EXPANDED
 from nan_detector._errors import CapsuleError
-from nan_detector._recording import scale
+from nan_detector._recorded_whole import scale
 
 Function = Callable[..., Any]
 

@@ -158,6 +158,8 @@ TABLE = (
             "_put_back",
             "_python_state",
             "_recorder",
+            "_ring",
+            "_history",
             "_remade",
             "_remedies",
             "_remedies.*",

@@ -18,9 +18,10 @@ from nan_detector._config import PolicyOption, build_config
 from nan_detector._engine import Engine
 from nan_detector._errors import NotAttachedError
 from nan_detector._held import Held, cost_of, held
+from nan_detector._history import History
 from nan_detector._ledger import Ledger
 from nan_detector._naming import models_of
-from nan_detector._recorder import History, Recorder
+from nan_detector._recorder import Recorder
 from nan_detector._records import GradEvent, NaNEvent, WarningRecord
 from nan_detector._run_record import run_record
 from nan_detector._session import session

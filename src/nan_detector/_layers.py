@@ -11,9 +11,9 @@ from torch.nn.parameter import is_lazy
 
 from nan_detector._before import ABS_MAX_OF
 from nan_detector._entries import tensors_in
+from nan_detector._history import ABSENT
 from nan_detector._naming import Names
 from nan_detector._quiet import quiet
-from nan_detector._recorder import ABSENT
 from nan_detector._state import BUG, local, logger, pickled_hook, strict
 from nan_detector._values import has_values
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from nan_detector._before import ABS_MAX_OF, GRAD_NORM, LEARNING_RATE, LOSS, LOSS_SCALE, MAX_GRAD_NORM
+from nan_detector._history import History
 from nan_detector._quiet import quiet
-from nan_detector._recorder import History
 from nan_detector._records import LayerPeak, StepRow
 from nan_detector._run import Run
 

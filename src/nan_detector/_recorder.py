@@ -5,119 +5,20 @@ A row costs one small copy on the device and no read to the host; the ring is re
 
 from __future__ import annotations
 
-import csv
 import itertools
-import math
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from nan_detector._before import ABS_MAX_OF, GRAD_NORM, GRAD_NORM_OF, LEARNING_RATE, LOSS, LOSS_SCALE, MAX_GRAD_NORM
+from nan_detector._before import GRAD_NORM, GRAD_NORM_OF, LEARNING_RATE, LOSS, LOSS_SCALE, MAX_GRAD_NORM
+from nan_detector._history import History, Row, as_columns, filled, history_of, largest_of, names_with_totals, totals_of
 from nan_detector._records import StepRow
-
-if TYPE_CHECKING:
-    import os
+from nan_detector._ring import Numbers, Table, new_numbers
 
 #: Sets of columns kept at the same time: an optimizer per network, or a parameter that was frozen on the way.
 MOST_TABLES = 4
-#: Stands for a layer that took no part in a step, where a largest magnitude would.
-ABSENT = -1.0
 _RESERVED = (LEARNING_RATE, LOSS_SCALE)
-
-
-@dataclass(frozen=True, eq=False)
-class History:
-    """What the flight recorder held, oldest row first.
-
-    Attributes:
-        columns: Names of the columns, "lr" and "loss_scale" last.
-        steps: Step of each row, int64, shape (rows,).
-        values: Per column, float64, shape (rows,); NaN also where a row has no such column.
-        recorded: Per column, bool, shape (rows,): False where a row has no such column.
-    """
-
-    columns: tuple[str, ...]
-    steps: np.ndarray[Any, Any]
-    values: dict[str, np.ndarray[Any, Any]]
-    recorded: dict[str, np.ndarray[Any, Any]]
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Write one line a row, "step" first; what was not recorded is empty, non-finite values are nan, inf, -inf."""
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(["step", *self.columns])
-            for i, step in enumerate(self.steps.tolist()):
-                cells = [repr(float(self.values[c][i])) if self.recorded[c][i] else "" for c in self.columns]
-                writer.writerow([step, *cells])
-
-
-class _Numbers(NamedTuple):
-    """The part of a row that is known to Python. A tuple: making a frozen dataclass costs as much as the copy."""
-
-    order: int
-    step: int
-    lr: float | None
-    loss_scale: float | None
-
-
-#: What the class's own constructor does, without a function in Python around it.
-_new_numbers = tuple.__new__
-
-
-class _Table:
-    """A ring of rows that have the same columns, device and dtype."""
-
-    __slots__ = ("capacity", "device", "dtype", "names", "next", "numbers", "ring", "rows", "width")
-
-    def __init__(self, names: tuple[str, ...], device: torch.device, dtype: torch.dtype, capacity: int) -> None:
-        self.names, self.device, self.dtype, self.width = names, device, dtype, len(names)
-        self._allocate(capacity)
-
-    def _allocate(self, capacity: int) -> None:
-        # A ring made inside the user's inference_mode could never be written outside it.
-        with torch.inference_mode(False), torch.no_grad():
-            self.ring = torch.zeros(capacity, self.width, device=self.device, dtype=self.dtype)
-            # Views made once: indexing the ring would double the cost of an append.
-            self.rows = [self.ring[i] for i in range(capacity)]
-        self.capacity = capacity
-        self.numbers: list[_Numbers | None] = [None] * capacity
-        self.next = 0
-
-    @property
-    def newest(self) -> int:
-        """Order of the row written last; -1 where there is none."""
-        last = self.numbers[self.next - 1]
-        return -1 if last is None else last.order
-
-    def held(self, since: int) -> tuple[list[_Numbers], Tensor]:
-        """Rows whose order is at least `since`, oldest first: their numbers, and their values on the device."""
-        ordered = self.numbers[self.next :] + self.numbers[: self.next]
-        kept = [n for n in ordered if n is not None and n.order >= since]
-        ring = self.ring if self.next == 0 else torch.cat([self.ring[self.next :], self.ring[: self.next]])
-        return kept, ring[self.capacity - len(kept) :]
-
-    def resize(self, capacity: int) -> None:
-        """Keep the newest rows in a ring of another size."""
-        if capacity == self.capacity:
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            kept, values = self.held(0)
-            kept, values = kept[-capacity:], values[-capacity:]
-            self._allocate(capacity)
-            self.ring[: len(kept)].copy_(values)
-        self.numbers[: len(kept)] = kept
-        self.next = len(kept) % capacity
-
-
-#: A row read to the host: its numbers, the names of its values, and these.
-_Row = tuple[_Numbers, tuple[str, ...], list[float]]
 
 
 class Recorder:
@@ -141,8 +42,8 @@ class Recorder:
             raise ValueError(f"history={history!r} and max_bytes={max_bytes!r} must both be at least 1.")
         self._history, self._max_bytes, self._rank = history, max_bytes, rank
         self._names: tuple[str, ...] = ()
-        self.table: _Table | None = None  # the one that is written
-        self._tables: list[_Table] = []
+        self.table: Table | None = None  # the one that is written
+        self._tables: list[Table] = []
         self._count = 0
 
     def __len__(self) -> int:
@@ -217,7 +118,7 @@ class Recorder:
         table.numbers[table.next] = None  # the row that is written over is gone, even if this one is never kept
         return table.rows[table.next]
 
-    def turn_to(self, table: _Table) -> bool:
+    def turn_to(self, table: Table) -> bool:
         """Write into `table` from now on, as with its columns' names. False where it has been given up."""
         if not any(t is table for t in self._tables):
             return False
@@ -230,7 +131,7 @@ class Recorder:
         if table is None:
             return
         at, count = table.next, self._count
-        table.numbers[at] = _new_numbers(_Numbers, (count, step, lr, loss_scale))
+        table.numbers[at] = new_numbers(Numbers, (count, step, lr, loss_scale))
         self._count = count + 1
         at += 1
         if at < table.capacity:
@@ -264,22 +165,16 @@ class Recorder:
             last: The newest rows, that many.
             only: These columns, where there are such, beside learning rate and loss scale.
         """
-        steps, columns = _as_columns(self._read(last), only)
-        return steps, {name: _filled(values) for name, values in columns.items()}
+        steps, columns = as_columns(self._read(last), only)
+        return steps, {name: filled(values) for name, values in columns.items()}
 
     def history(self) -> History:
         """Everything kept, as arrays. One read to the host."""
-        steps, columns = _as_columns(self._read())
-        return History(
-            columns=tuple(columns),
-            steps=np.asarray(steps, dtype=np.int64),
-            values={c: np.asarray(_filled(vs), dtype=np.float64) for c, vs in columns.items()},
-            recorded={c: np.asarray([v is not None for v in vs], dtype=np.bool_) for c, vs in columns.items()},
-        )
+        return history_of(self._read())
 
-    def _step_row(self, numbers: _Numbers, names: tuple[str, ...], values: Sequence[float]) -> StepRow:
+    def _step_row(self, numbers: Numbers, names: tuple[str, ...], values: Sequence[float]) -> StepRow:
         row = dict(zip(names, values, strict=True))
-        largest = row.get(MAX_GRAD_NORM, _largest([v for n, v in row.items() if n.startswith(GRAD_NORM_OF)]))
+        largest = row.get(MAX_GRAD_NORM, largest_of([v for n, v in row.items() if n.startswith(GRAD_NORM_OF)]))
         return StepRow(
             step=numbers.step,
             loss=row.get(LOSS),
@@ -290,7 +185,7 @@ class Recorder:
             rank=self._rank,
         )
 
-    def _open(self, values: Tensor) -> _Table:
+    def _open(self, values: Tensor) -> Table:
         if not self._names:
             raise ValueError("append() does not know what values holds: call set_columns() with one name per entry.")
         # float32 would turn a double's 1e300 into an infinity that never was; halves lose nothing in it.
@@ -302,7 +197,7 @@ class Recorder:
         self._tables = sorted(self._tables, key=lambda t: t.newest)[-(MOST_TABLES - 1) :]
         self._forget_stale(opening=True)
         capacity = self._capacity(len(self._names), dtype, len(self._tables) + 1)
-        table = _Table(self._names, values.device, dtype, capacity)
+        table = Table(self._names, values.device, dtype, capacity)
         self._tables.append(table)
         self.table = table
         return table
@@ -316,7 +211,7 @@ class Recorder:
     def _capacity(self, width: int, dtype: torch.dtype, sharers: int) -> int:
         return max(1, min(self._history, self._max_bytes // sharers // (max(1, width) * dtype.itemsize)))
 
-    def _read(self, last: int | None = None) -> list[_Row]:
+    def _read(self, last: int | None = None) -> list[Row]:
         since = self._count - self._history
         # Those that are not wanted need not be read: an event waits for it.
         if last is not None and len(self._tables) == 1:
@@ -330,67 +225,12 @@ class Recorder:
             by_device.setdefault(table.device, []).append(values.reshape(-1))
         with torch.no_grad():
             hosts = {device: iter(torch.cat(parts).tolist()) for device, parts in by_device.items()}
-        found: list[_Row] = []
+        found: list[Row] = []
         for table, kept, _ in held:
             host = hosts[table.device]
-            names, totals = _names_with_totals(table.names)
+            names, totals = names_with_totals(table.names)
             for numbers in kept:
                 row: list[float] = list(itertools.islice(host, table.width))
-                found.append((numbers, names, [*_totals(row[-totals:]), *row] if totals else row))
+                found.append((numbers, names, [*totals_of(row[-totals:]), *row] if totals else row))
         found.sort(key=lambda row: row[0].order)
         return found if last is None else found[max(0, len(found) - last) :]
-
-
-def _names_with_totals(names: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
-    """Names of a row as it is read, and how many gradient norms its totals are worked out from.
-
-    A row with a norm for each gradient need not carry their total: working it out costs the step more than the reader.
-    """
-    norms = sum(n.startswith(GRAD_NORM_OF) for n in names)
-    if not norms or GRAD_NORM in names:
-        return names, 0
-    return (GRAD_NORM, MAX_GRAD_NORM, *names), norms
-
-
-def _totals(norms: Sequence[float]) -> tuple[float, float]:
-    total = math.hypot(*norms)
-    # Nearly always all are finite: then none is NaN, and asking each of them would cost the reader most of its time.
-    largest = max(norms, default=None) if math.isfinite(total) else _largest(norms)
-    return total, math.nan if largest is None else largest
-
-
-def _filled(values: Iterable[float | None]) -> list[float]:
-    return [math.nan if v is None else v for v in values]
-
-
-def _largest(values: Sequence[float]) -> float | None:
-    return math.nan if any(map(math.isnan, values)) else max(values, default=None)
-
-
-def _as_columns(
-    found: Sequence[_Row], only: Collection[str] | None = None
-) -> tuple[list[int], dict[str, list[float | None]]]:
-    rows_of: dict[tuple[str, ...], list[int]] = {}
-    for i, (_, row_names, _) in enumerate(found):
-        rows_of.setdefault(row_names, []).append(i)
-    columns: dict[str, list[float | None]] = {}
-    for row_names, at in rows_of.items():
-        # Column by column: nearly always there is but one set of them, and an event waits for this.
-        rows = [found[i][2] for i in at]
-        chosen: Iterable[tuple[str, Sequence[float]]]
-        if only is None:
-            chosen = zip(row_names, zip(*rows, strict=True), strict=True)
-        else:
-            chosen = [(n, [row[j] for row in rows]) for j, n in enumerate(row_names) if n in only]
-        for name, values in chosen:
-            known = [None if v == ABSENT else v for v in values] if name.startswith(ABS_MAX_OF) else values
-            if len(at) == len(found):
-                columns[name] = list(known)
-                continue
-            column = columns.setdefault(name, [None] * len(found))
-            for i, value in zip(at, known, strict=True):
-                if value is not None:
-                    column[i] = value
-    columns[LEARNING_RATE] = [n.lr for n, _, _ in found]
-    columns[LOSS_SCALE] = [n.loss_scale for n, _, _ in found]
-    return [n.step for n, _, _ in found], columns

@@ -17,7 +17,7 @@ from nan_detector._demo.model import DigitsNet
 from nan_detector._detector import NaNDetector
 
 if TYPE_CHECKING:
-    from nan_detector._recorder import History
+    from nan_detector._history import History
     from nan_detector._records import NaNEvent
 
 BATCH, STEPS = 128, 200

@@ -126,10 +126,12 @@ def cpu_ms(*arguments: str, runs: int = 5) -> float:
     return statistics.median(took)
 
 
+@pytest.mark.alone
 def test_the_package_loads_in_less_than_60_ms():
     assert cpu_ms("-c", "import nan_detector") - cpu_ms("-c", "pass") < 60
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["bench", "--help"]])
 def test_the_command_answers_in_less_than_400_ms(arguments: list[str]):
     assert cpu_ms("-m", "nan_detector", *arguments, runs=3) < 400

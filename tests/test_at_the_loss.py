@@ -162,7 +162,7 @@ def test_a_bug_in_it_costs_nothing_else(monkeypatch: pytest.MonkeyPatch, caplog:
     event = train(det, model)
     assert event is not None and (event.op, event.status, event.reproduced) == ("sqrt", "final", "yes")
     assert seen.all()[0].location is None
-    assert "the place could not be written down early" in caplog.text
+    assert "the place of the bad loss could not be written down early" in caplog.text
 
 
 def test_the_replay_sees_nothing_of_it() -> None:

@@ -11,6 +11,7 @@ from nan_detector._lineage import EMPTY, Line
 from nan_detector._origin import trace_of_line
 from nan_detector._quiet import quiet
 from nan_detector._replayed import Replayed, same_values
+from nan_detector._state import logger, strict
 from nan_detector._trace import BirthKind, Trace
 
 Tensor = torch.Tensor
@@ -41,15 +42,24 @@ class AtTheLoss:
         """
         if self._told or not losses or len(losses) != len(recorded) or replayed.written:
             return
-        with quiet():
-            if all(map(_finite.is_finite, losses)):
-                return
-            self._told = True
-            if not all(same_values(a.detach(), b) for a, b in zip(losses, recorded, strict=True)):
-                return
-            trace = _trace_of(replayed, losses)
-            if trace is not None and trace.birth is not None:
-                self._tell(trace, sum(end < trace.birth.number for end in replayed.backward_ends))
+        try:
+            with quiet():
+                self._look(replayed, losses, recorded)
+        except Exception:
+            # The replay is to go on: what it finds is written down when it is over.
+            if strict():
+                raise
+            logger.exception("the place of the bad loss could not be written down early")
+
+    def _look(self, replayed: Replayed, losses: Sequence[Tensor], recorded: Sequence[Tensor]) -> None:
+        if all(map(_finite.is_finite, losses)):
+            return
+        self._told = True
+        if not all(same_values(a.detach(), b) for a, b in zip(losses, recorded, strict=True)):
+            return
+        trace = _trace_of(replayed, losses)
+        if trace is not None and trace.birth is not None:
+            self._tell(trace, sum(end < trace.birth.number for end in replayed.backward_ends))
 
 
 def _trace_of(replayed: Replayed, losses: Sequence[Tensor]) -> Trace | None:

@@ -116,14 +116,9 @@ class Explainer:
 
     def _place_known(self, event: NaNEvent, not_zeroed: str, finding: Finding) -> None:
         """The replay has come as far as the bad loss: what is known by then is written down, and it goes on."""
-        try:
-            event = self._complete(event, _with_zeroing(finding, not_zeroed))
-            if self._told[story(event)] < TRIED_AT_MOST:
-                self.run.book.located(event)
-        except Exception:
-            if strict():
-                raise
-            logger.exception("the place could not be written down early; it is when the replay is over")
+        event = self._complete(event, _with_zeroing(finding, not_zeroed))
+        if self._told[story(event)] < TRIED_AT_MOST:
+            self.run.book.located(event)
 
     def _complete(self, event: NaNEvent, finding: Finding) -> NaNEvent:
         _, columns = self.run.recorder.columns(ROWS, only=HISTORY)

@@ -262,6 +262,24 @@ def test_a_step_that_cannot_be_taken_again_is_still_named() -> None:
     assert any("is not known" in note for note in event.notes)
 
 
+def test_so_it_is_where_another_optimizer_steps_after_it() -> None:
+    """Its row of the history, which has the norms of other gradients, is of the same step."""
+    seed_all()
+    model = Scorer()
+    optimizers = [torch.optim.SGD([model.head.weight], lr=1e30), torch.optim.SGD([model.head.bias], lr=1e-3)]
+    with detector(model) as det:
+        for i in range(3):
+            for o in optimizers:
+                o.zero_grad()
+            model(torch.full((16, 8), 1e10 if i == 1 else 1e-35)).mean().backward()
+            for o in optimizers:
+                o.step()
+            if det.triggered:
+                break
+    event = det.event
+    assert event is not None and (event.step, event.phase, event.op) == (1, "optimizer", "step"), event.notes
+
+
 class Counting(torch.optim.Optimizer):
     """Spoils a weight in its fourth step, by what it keeps outside of its state: no copy of it does that again."""
 

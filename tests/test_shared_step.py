@@ -6,6 +6,7 @@ import gc
 import inspect
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,9 +149,10 @@ def test_two_models_with_an_optimizer_each() -> None:
 class Deep(nn.Sequential):
     """Four layers; the two that come before the root have bad gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 4) -> None:
         torch.manual_seed(0)
-        super().__init__(*(nn.Linear(4, 4) for _ in range(4)))
+        sizes = (4, 4, 4, width, 4)
+        super().__init__(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
         self.bad = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -168,6 +170,15 @@ def test_an_optimizer_for_each_layer() -> None:
     assert det.event is not None and taken("SGD") in det.event.notes
     assert [e.step for e in det.all_events] == [3]  # the other bad one has no event of its own
     assert det.skipped_steps == 1
+
+
+def test_the_limit_is_for_all_weights_of_a_step_together() -> None:
+    """Of the two layers that step before the bad one each would be allowed by itself."""
+    for limit, kept in ((40_000, False), (80_000, True)):
+        model = Deep(2000)
+        optimizers = [SGD(model[i].parameters(), lr=1e-4) for i in (3, 2, 1, 0)]
+        event = run(model, optimizers, (3,), max_hold_bytes=limit).event
+        assert event is not None and event.reproduced == ("yes" if kept else "no"), event.notes
 
 
 class InBackward:
@@ -204,12 +215,15 @@ def test_steps_inside_the_backward_are_one_and_what_cannot_be_had_is_said(bad: i
     assert any(n.startswith("in the replay, not in the step itself, sqrt made it at ") for n in det.event.notes)
 
 
-def test_weights_beyond_the_limit_are_not_kept_and_that_is_said() -> None:
-    class Wide(Coder):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.decoder = nn.Linear(4, 3000), nn.Linear(3000, 1)
+class Wide(Coder):
+    """Its decoder's weight, of 12,000 bytes, is more than is always kept."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 3000), nn.Linear(3000, 1)
+
+
+def test_weights_beyond_the_limit_are_not_kept_and_that_is_said() -> None:
     model = Wide()
     event = run(model, optimizers_of(model), (3,), max_hold_bytes=8000).event
     assert_nothing_shown(event)
@@ -221,15 +235,15 @@ def test_weights_beyond_the_limit_are_not_kept_and_that_is_said() -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_without_a_loss_to_compare_other_weights_are_no_proof(keep: bool) -> None:
-    model = Coder()
+    model = Wide()
     optimizers = optimizers_of(model)
-    with NaNDetector(model, verbose=False, max_hold_bytes=10**6 if keep else 0) as det:
+    with NaNDetector(model, verbose=False, max_hold_bytes=16_000 if keep else 8000) as det:
         for i in range(4):
             model.bad = i == 3
             for o in optimizers:
                 o.zero_grad()
-            out = model(torch.rand(3000, 4))
-            out.backward(torch.ones_like(out) / 3000)
+            out = model(torch.rand(3, 4))
+            out.backward(torch.ones_like(out))
             for o in optimizers:
                 o.step()
             if det.triggered:
@@ -237,6 +251,8 @@ def test_without_a_loss_to_compare_other_weights_are_no_proof(keep: bool) -> Non
     assert det.event is not None and det.event.step == 3
     if keep:
         assert_born(det.event, Coder.encode)
+    else:
+        assert_nothing_shown(det.event)
 
 
 def test_a_trained_tensor_of_no_module_is_what_it_was() -> None:
@@ -477,11 +493,59 @@ def test_a_step_that_is_bad_for_both_has_one_event(on_nan: str, named: bool) -> 
     assert_born(det.event, Both.forward)
 
 
-def test_after_raise_the_other_one_raises_the_same() -> None:
+def test_a_step_that_is_bad_for_the_other_one_only_is_news() -> None:
+    """The step before was bad for both."""
+    model = Both()
+    optimizers = optimizers_of(model, SGD, SGD)
+    with NaNDetector(model, verbose=False, on_nan="skip", stop_on_first=False) as det:
+        for i in range(6):
+            for o in optimizers:
+                o.zero_grad()
+            model.bad = i == 3
+            out = model(torch.ones(3, 4))
+            if i == 4:
+                out = out + torch.sqrt(model.encoder(torch.ones(3, 4)) * 0).sum(1, keepdim=True)
+            out.square().mean().backward()
+            for o in optimizers:
+                o.step()
+    assert [e.step for e in det.all_events] == [3, 4]
+    assert taken("SGD") in det.all_events[1].notes
+
+
+def test_optimizers_that_the_loop_gives_to_different_batches_are_told_each() -> None:
+    model = Both()
+    model.bad = True
+    optimizers = optimizers_of(model, SGD, SGD)
+    with NaNDetector(model, verbose=False, on_nan="skip", stop_on_first=False) as det:
+        det.set_batch(0)
+        backward(model)
+        for i, o in enumerate(optimizers):
+            det.set_batch(i)
+            o.step()
+    assert [e.step for e in det.all_events] == [0, 1]
+
+
+def test_a_bad_learning_rate_beside_bad_gradients_is_told_too() -> None:
+    model = Both()
+    model.bad = True
+    optimizers = optimizers_of(model, SGD, SGD)
+    optimizers[1].param_groups[0]["lr"] = float("nan")
+    with NaNDetector(model, verbose=False, on_nan="skip", stop_on_first=False) as det:
+        backward(model)
+        for o in optimizers:
+            o.step()
+    first, second = det.all_events
+    assert "lr=nan" not in first.symptom and "lr=nan" in second.symptom
+
+
+@pytest.mark.parametrize("sound", [0, 3])
+def test_after_raise_the_other_one_raises_the_same(sound: int) -> None:
     model = Both()
     optimizers = optimizers_of(model)
     caught = []
     with NaNDetector(model, verbose=False, on_nan="raise", stop_on_first=False) as det:
+        for i in range(sound):
+            one_backward(model, optimizers, i)
         model.bad = True
         model(torch.ones(3, 4)).square().mean().backward()
         for o in optimizers:
@@ -616,6 +680,22 @@ def alternately(model: Any, optimizers: list[Any], i: int) -> None:
     optimizers[i % 2].step()
 
 
+def second_loss(model: Any, optimizers: list[Any], i: int) -> None:
+    """No call of the model stands between the two."""
+    backward(model)
+    optimizers[0].step()
+    model.encoder.weight.square().mean().backward()
+    optimizers[1].step()
+
+
+def second_loss_given_up(model: Any, optimizers: list[Any], i: int) -> None:
+    backward(model)
+    optimizers[0].step()
+    model.decoder.weight.square().mean().backward()
+    optimizers[0].zero_grad()
+    optimizers[1].step()
+
+
 @pytest.mark.parametrize(
     ("loop", "per_iteration"),
     [
@@ -625,6 +705,8 @@ def alternately(model: Any, optimizers: list[Any], i: int) -> None:
         (accumulated, [0, 0]),
         (gradients_by_hand, [0, 0]),
         (two_backwards, [0, 1]),
+        (second_loss, [0, 1]),
+        (second_loss_given_up, [0, 1]),
         (alternately, [0]),
         (twice_by_the_same, [0, 1]),
     ],

@@ -121,8 +121,8 @@ def investigate(
             if evidence is not None:
                 evidence.finish()
             _one_at_a_time.release()
-        if tape.moved and replayed.same is None:
-            replayed.same = False  # there was no loss to compare, and it was made of other weights
+        if tape.moved and not any(e.losses for e in entries):
+            replayed.same = False  # made of other weights, and there is no loss to compare
     except ReplayRefused as refusal:
         return Finding(notes=(*notes, f"not replayed: {refusal}"))
     except (torch.OutOfMemoryError, MemoryError) as error:

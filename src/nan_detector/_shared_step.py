@@ -72,7 +72,7 @@ class SharedStep:
         self._steppeds = steppeds
         self._hazards = hazards
         self._start = 0  # position of the first optimizer step of the step at hand
-        self._joined_at = self._raised_at = -1
+        self._joined_at = self._raised_at = -2  # positions
         self._first: Stepped | None = None
         self._bad = False  # gradients of the others are bad, or may be
         self._before: tuple[Any, ...] | None = None  # the tape, while the step stands on it again

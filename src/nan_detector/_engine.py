@@ -422,7 +422,8 @@ class Engine:
             if current.users > 1:
                 theirs = [e for e in tape.pending() if not self._is_mine(current, e)]
                 spare = tape.needed(theirs[-MAX_UNJUDGED:])
-            tape.judged(keep_alive=len(self.optimizers.known) != 1 or self.run.groups < 2, spare=spare)
+            alive = len(self.optimizers.known) != 1 or self.run.groups < 2
+            tape.judged(keep_alive=alive, spare=spare, stepped=bool(self.optimizers.known))
 
     def _end_of_step(self, current: Session) -> None:
         if self._unforgotten:

@@ -138,6 +138,7 @@ class Entry:
     writes = False  # it writes into a tensor that it did not make
     raised = False  # it ended in an exception
     compiled = False  # of a root call: compiled code ran in its place
+    rewrites = False  # it wrote weights, or made what was written into them, after the last step and before the next
 
     def __init__(
         self,

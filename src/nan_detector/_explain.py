@@ -22,7 +22,7 @@ from nan_detector._search import Search
 from nan_detector._session import Session, session
 from nan_detector._state import logger, strict
 from nan_detector._step_trials import with_step_trials
-from nan_detector._summary_title import story
+from nan_detector._summary_title import is_rewrite, story
 from nan_detector._trace import BirthKind
 from nan_detector._trials import with_trials
 from nan_detector._watchers import StepWatch
@@ -180,8 +180,11 @@ class Explainer:
         return self._told[key] > TRIED_AT_MOST
 
     def dated(self, event: NaNEvent) -> NaNEvent:
-        """`event` of a parameter that was bad before the step, with a fix that knows when it was still finite."""
+        """`event` of a parameter that was bad before the step, with what is known of when it was still finite."""
         last = self.run.ledger.last_good_step
+        if is_rewrite(event) and last is not None and last != event.step:
+            found = f"found at step {event.step}, when {event.symptom}"
+            return replace(event, step=last, notes=(*event.notes, found))
         late = event.cause is not None and event.cause.code == "parameter_non_finite" and event.op not in LOOK_UPS
         if not late or event.cause is None or last is None:
             return event

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from nan_detector._again import Again
 from nan_detector._origin import trace_of, trace_of_line
@@ -46,9 +46,18 @@ def _before_the_unseen(replayed: Replayed) -> list[str]:
     ]
 
 
+def _with_weight(trace: Trace, replayed: Replayed) -> Trace:
+    """`trace` with the name of the parameter that the birth was written into before the step used it."""
+    birth = trace.birth
+    if birth is None or birth.phase != "state" or birth.kind != BirthKind.OPERATION.value:
+        return trace
+    name = next((n for n, line in replayed.rewritten.items() if any(g.record.index == birth.number for g in line)), None)
+    return replace(trace, birth=replace(birth, tensor_name=name))
+
+
 def concluded(replayed: Replayed, notes: list[str]) -> Finding:
     """The birth that a replay goes back to, with `notes` and what else is said of it."""
-    trace = trace_of(replayed)
+    trace = _with_weight(trace_of(replayed), replayed)
     notes += replayed.notes
     if replayed.raised is not None:
         notes.append(

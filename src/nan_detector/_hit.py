@@ -51,9 +51,13 @@ def one_at_a_time(budget_s: float) -> Iterator[None]:
 
 
 def relevant_entries(tape: Tape) -> list[Entry]:
-    """The entries since the last gate, and those they depend on."""
+    """The entries since the last gate, those they depend on, and the program's own writes into the weights they use."""
     recent = [e for e in tape.entries if e.number >= tape.boundary and not e.judged]
     wanted = tape.needed(recent)
+    rewrites = tape.rewrites(wanted)
+    for e in rewrites:
+        e.rewrites = True
+    wanted |= rewrites
     return [e for e in tape.entries if e in wanted]
 
 

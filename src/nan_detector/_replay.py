@@ -32,6 +32,7 @@ from nan_detector._remade import eager_stance, has_hook, make_call, modes_of, re
 from nan_detector._replayed import Replayed, same_values
 from nan_detector._rng import restore_rng, rng_state
 from nan_detector._state import replaying
+from nan_detector._tape import weight_written
 from nan_detector._trace import BirthKind
 from nan_detector._tracer import OpTracer
 from nan_detector._under_way import ApiNames, module_tracking
@@ -172,6 +173,8 @@ class Step:
         tracer.module = self.names.of_module(within) if within is not None else None
         tracer.api = public_name(entry.func) if entry.kind != "root" else None
         tracer.phase = "forward" if within is not None else "backward" if self._gradient_calls.edits(entry) else "loss"
+        if entry.rewrites and entry.kind == "call":
+            tracer.phase = "state"
         if entry.rng is not None:
             restore_rng(entry.rng)
         for generator, state in entry.generators:
@@ -235,6 +238,11 @@ class Step:
 
     def _note_write(self, entry: Entry) -> None:
         """A model's own method, called by the loop, may write a buffer; the model is run with a copy of the buffer."""
+        weight = weight_written(entry) if entry.rewrites and entry.writes else None
+        known = self.names.of_memory(key_of(weight.tensor)) if weight is not None else None
+        if weight is not None and known is not None:
+            with quiet():
+                self.replayed.rewritten[known[1]] = self.tracer.ancestry(self.arguments.decode(weight))
         target = entry.args[0] if entry.kind == "call" and entry.args else None
         if not isinstance(target, Outside) or target.gone or kind_of(entry.func) is not CallKind.IN_PLACE:
             return

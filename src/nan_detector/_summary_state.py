@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nan_detector._records import NaNEvent
+from nan_detector._summary_title import is_rewrite
 
 _REPRODUCED = {"yes": "yes", "no": "no", "not_tried": "not tried"}
 #: What a policy did to the step, and what it leaves to happen.
@@ -63,7 +64,7 @@ def _mend(event: NaNEvent) -> str:
 def _damage(event: NaNEvent) -> str:
     """Of weights that are bad already, refusing a step is beside the point."""
     since = event.weights
-    if _was_bad_before(event):
+    if _was_bad_before(event) and not is_rewrite(event):
         dated = since if _since(event) not in ("0", str(event.step)) else "damaged"  # 0 where since when is not known
         since = f"{dated}: {event.tensor_name} was not finite before step {event.step} began"
     next_ = _NEXT.get(event.action, "")

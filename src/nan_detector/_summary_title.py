@@ -17,6 +17,7 @@ _PHASES = {
     "optimizer": "in the optimizer",
     "state": "in the state (bad before the step)",
 }
+_REWRITE = "after the optimizer's step, in a write into the weights"
 _SEVERITIES = {"silent": ", absorbed in silence", "handled": ", and handled"}
 
 
@@ -36,9 +37,14 @@ def title(event: NaNEvent) -> str:
     rank = f", on rank {event.rank}" if event.rank else ""
     if event.phase == "state" and event.severity == "silent":
         return f"{_kind(event)} {_verb(event)}{step}{rank}, in state that no step uses"
-    phase = _PHASES.get(event.phase, clean(event.phase))
+    phase = _REWRITE if is_rewrite(event) else _PHASES.get(event.phase, clean(event.phase))
     comma = "," if step or rank else ""
     return f"{_kind(event)} {_verb(event)}{step}{rank}{comma} {phase}{_SEVERITIES.get(event.severity, '')}"
+
+
+def is_rewrite(event: NaNEvent) -> bool:
+    """True where the program itself wrote bad values into its weights, between two steps, and the line is known."""
+    return event.phase == "state" and event.severity == "error" and event.location is not None
 
 
 def _is_of_a_block(event: NaNEvent) -> bool:
@@ -84,7 +90,7 @@ def _kind(event: NaNEvent) -> str:
 
 
 def _verb(event: NaNEvent) -> str:
-    if event.phase in ("data", "state") or event.op == "optimizer_state":
+    if (event.phase in ("data", "state") and not is_rewrite(event)) or event.op == "optimizer_state":
         return "found"
     located = event.op or event.call or event.layer_name or event.tensor_name or event.location
     return "born" if located and event.status == "final" else "seen"

@@ -207,10 +207,15 @@ class Tape:
         """Backward passes that no gate has judged, oldest first."""
         return [e for e in self.entries if e.kind == "backward" and not e.judged] if self.backwards else []
 
-    def judged(self, keep_alive: bool, spare: frozenset[Entry] | set[Entry] = frozenset()) -> None:
+    def judged(
+        self, keep_alive: bool, spare: frozenset[Entry] | set[Entry] = frozenset(), *, stepped: bool = False
+    ) -> None:
         """A gate has judged all that is on the tape: forget it, except (`keep_alive`) what live tensors still need.
 
-        `spare` are entries that another detector has yet to judge.
+        Args:
+            keep_alive: Keep what live tensors need.
+            spare: Entries that another detector has yet to judge.
+            stepped: An optimizer steps, which writes the weights itself: what was written into them before is over.
         """
         if not spare and not keep_alive:
             self.forget_step()
@@ -225,7 +230,7 @@ class Tape:
             e.age += 1
         if spare:
             self.boundary = min(e.number for e in spare)
-        wanted = self.needed(self._alive()) | spare
+        wanted = self.needed(self._alive(weights=not stepped)) | spare
         self._restrict([e for e in self.entries if e in wanted])
 
     @property
@@ -241,13 +246,23 @@ class Tape:
         self.boundary = self._next
         self.forget()
 
-    def _alive(self) -> list[Entry]:
-        """Entries that made a tensor which requires grad and still lives."""
+    def _alive(self, weights: bool = True) -> list[Entry]:
+        """Entries that made a tensor which requires grad and still lives, and (`weights`) that wrote into a weight."""
         return [
             e
             for e in self.entries
-            if e.age <= MAX_AGE and any((t := r()) is not None and t.requires_grad for r in e.made)
+            if e.age <= MAX_AGE
+            and (weights if _rewrites(e) else any(_needs_grad(r()) for r in e.made))
         ]
+
+    def rewrites(self, entries: set[Entry]) -> set[Entry]:
+        """The program's own writes into weights before the first model call of `entries`, and what went into them.
+
+        A replay begins with the weights as they were before these.
+        """
+        first = min((e.number for e in entries if e.kind == "root"), default=-1)
+        writes = [e for e in self.entries if e.number < first and _rewrites(e)]
+        return self.needed(writes) if writes else set()
 
     def has_root(self) -> bool:
         """True when a call of a watched module is on the tape."""
@@ -367,6 +382,24 @@ def _writes_into(writer: Entry, wanted: set[Entry], used: set[Outside]) -> bool:
         if token in used:
             return True
     return False
+
+
+def weight_written(entry: Entry) -> Outside | None:
+    """The parameter that a call writes into, itself or through a view or its `.data`; None where it is another tensor."""
+    token = next(tokens_in(entry.args[:1]), None)
+    while isinstance(token, Made):
+        token = next(tokens_in(token.entry.args[:1]), None)
+    return token if token is not None and not token.gone and isinstance(token.tensor, torch.nn.Parameter) else None
+
+
+def _rewrites(entry: Entry) -> bool:
+    """True for a write into a parameter of which a copy was kept: a replay begins before it."""
+    weight = weight_written(entry) if entry.writes else None
+    return weight is not None and weight.snapshot is not None
+
+
+def _needs_grad(t: Tensor | None) -> bool:
+    return t is not None and t.requires_grad
 
 
 def _is_leaf(t: Tensor) -> bool:

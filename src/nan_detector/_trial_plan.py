@@ -114,7 +114,8 @@ def plan(birth: Birth | None, reproduced: Reproduced, facts: Facts) -> tuple[Pla
         chosen.append(Planned(FLOAT64, "Is the step finite in float64?", facts.no_float64))
     if facts.scaled:
         chosen.append(Planned(UNSCALED, "Is the step finite at a loss scale of 1?"))
-    if facts.samples > 1 or facts.uncut:
+    # What was written into the weights before the step is no sample's doing.
+    if (facts.samples > 1 or facts.uncut) and birth.phase != "state":
         chosen.append(Planned(SAMPLES, "Which samples of the batch do it?", facts.uncut))
     return tuple(chosen)
 

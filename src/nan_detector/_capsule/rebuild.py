@@ -88,6 +88,7 @@ class Rebuilder:
             raise CapsuleError("step.json: a call has no arguments that a call can have.")
         entry = Entry(func, args, kwargs, self._mark(data), bool(data.get("grad")), self._autocast(data), kind=kind)
         entry.writes, entry.raised = bool(data.get("writes")), bool(data.get("raised"))
+        entry.rewrites = bool(data.get("rewrites"))
         if kind == "root" or "owner" in data:
             entry.owner = owner if kind == "root" else self._module(data["owner"])
         entry.made = [NOBODY] * _small(data.get("made"))

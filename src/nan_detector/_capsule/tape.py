@@ -82,7 +82,7 @@ class TapeWriter:
             ]
         if entry.owner is not None and id(entry.owner) in self.paths:
             out["owner"] = self.paths[id(entry.owner)]
-        for name in ("writes", "raised"):
+        for name in ("writes", "raised", "rewrites"):
             if getattr(entry, name):
                 out[name] = True
         if entry.scalar is not None:

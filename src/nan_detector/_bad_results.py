@@ -166,7 +166,20 @@ def _intended_met(
         for g in sources:
             g.intended = False
         return None
-    return _birth(tracer, record, BirthKind.INTENDED_MET, False, info, values, out, None)
+    buffers = [g for g in line if g.kind is BirthKind.BUFFER]
+    if buffers and len(buffers) == len(line) and not info.mask_aware and all(_is_no_mask(g) for g in buffers):
+        for g in buffers:
+            g.intended = False
+        return None
+    met = _birth(tracer, record, BirthKind.INTENDED_MET, False, info, values, out, out.isnan())
+    if buffers and not met.note:
+        met.note = f"the infinities come from the buffer {buffers[0].name}"
+    return met
+
+
+def _is_no_mask(gen: Gen) -> bool:
+    """True for a vector of numbers of which some are infinite: a mask is a table, or holds nothing else than 0."""
+    return gen.output is not None and len(gen.output.shape) <= 1 and not mask_like(gen.output)
 
 
 def _also_born(

@@ -102,6 +102,7 @@ class Explainer:
         if finding is None:
             with current.off():
                 finding = self.search.origin(current, partial(self._place_known, event, not_zeroed))
+                finding = self.watch.as_it_ran(current, finding)
         if suspicion.gradients and not suspicion.losses:
             finding = replace(finding, notes=tuple(_STALE if n == FINITE_AGAIN else n for n in finding.notes))
         return self.completed(current, event, finding, not_zeroed)

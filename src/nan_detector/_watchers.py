@@ -19,7 +19,8 @@ from nan_detector._hit import investigate
 from nan_detector._layers import Layers, suspicious_layers
 from nan_detector._lineage import Gen
 from nan_detector._live import Live
-from nan_detector._origin import silent_births
+from nan_detector._origin import silent_births, trace_of_line
+from nan_detector._quiet import quiet
 from nan_detector._session import Session, session
 from nan_detector._stored import Stored, candidates, stored
 from nan_detector._trace import BirthKind, Trace
@@ -32,6 +33,7 @@ Tensor = torch.Tensor
 
 #: Times that the births of one line are looked for in the modules that are alive.
 MAX_SEARCHES = 3
+AS_IT_RAN = "seen by watch='ops' as the step ran; a replay did not show it"
 _NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
@@ -66,6 +68,10 @@ class StepWatch:
     def explain(self, current: Session, suspicion: Suspicion) -> Finding | None:
         """What is known of a bad step without a replay; None to replay."""
         return None
+
+    def as_it_ran(self, current: Session, finding: Finding) -> Finding:
+        """`finding` of a replay that did not show the birth, with what was seen while the step ran."""
+        return finding
 
     def next_step(self) -> None:
         """The gate is done with this step."""
@@ -165,6 +171,15 @@ class OpWatch(StepWatch):
     def explain(self, current: Session, suspicion: Suspicion) -> Finding | None:
         self.live.pause()
         return None
+
+    def as_it_ran(self, current: Session, finding: Finding) -> Finding:
+        if finding.trace is not None:
+            return finding
+        tracer = self.live.tracer
+        with quiet():
+            lines = [tracer.ancestry(t) for e in current.tape.pending() for t in e.losses]
+        trace = trace_of_line(tracer, frozenset().union(*lines))
+        return finding if trace.birth is None else Finding(trace, "not_tried", (AS_IT_RAN,))
 
     def healthy(self, current: Session, columns: list[str], extremes: list[float]) -> None:
         found = [g for g in silent_births(self.live.tracer) if self._key(g) not in self._reported]

@@ -213,7 +213,7 @@ def _division_fix(birth: Birth, op: str) -> str:
         return f"1 / x.clamp_min({eps}), or torch.where(x > 0, x, 1.0) before the division"
     if stats is None:
         return "keep the number above 0: max(x, 1e-2) where a schedule or a setting gives it"
-    if mentions(birth, r"norm"):
+    if mentions(birth, r"norms?\b"):
         return f"F.normalize(x, dim=-1), or x / x.norm(dim=-1, keepdim=True).clamp_min({eps})"
     if mentions(birth, r"std|sigma|var"):
         return f"(x - mean) / (std + {eps}), or leave constant columns out"

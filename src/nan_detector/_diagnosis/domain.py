@@ -9,6 +9,7 @@ from nan_detector._causes import cause
 from nan_detector._diagnosis.dtypes import is_half, limits, safe_eps
 from nan_detector._diagnosis.facts import (
     Rule,
+    argument,
     in_optimizer_step,
     made_inf,
     made_nan,
@@ -190,6 +191,23 @@ def sqrt_of_negative(birth: Birth, trace: Trace) -> Cause | None:
     return cause("sqrt_of_negative", evidence)
 
 
+def variance_of_negative(birth: Birth, trace: Trace) -> Cause | None:
+    """A batch norm in evaluation whose running variance is below 0: no training makes it so."""
+    if not op_of(birth).endswith("batch_norm") or not user_written(birth) or not made_nan(birth):
+        return None
+    variance = whole_operand(birth, 4) if len(birth.inputs) > 4 else None
+    if variance is None or variance.min is None or variance.min >= 0 or argument(birth, "training", "5") == "True":
+        return None
+    name = f"{birth.layer_name}.running_var" if birth.layer_name else "running_var"
+    count = share(variance.negative_count, variance.numel, f"values of {name}")
+    return cause(
+        "sqrt_of_negative",
+        f"{count} below 0 (least {number(variance.min)}), and the layer divides by sqrt(running_var + eps).",
+        "Training makes no such variance: it came so from a checkpoint, or from averaging or adding checkpoints.",
+        fix=f"clamp it when the weights are merged: {name}.clamp_(min=0); or train the layer's statistics anew",
+    )
+
+
 def pow_of_negative(birth: Birth, trace: Trace) -> Cause | None:
     """A negative base under a fractional exponent."""
     if not user_written(birth, "pow") or not made_nan(birth):
@@ -297,7 +315,7 @@ def _tiny_beside(below: float | None, largest: float | None) -> bool:
 
 
 #: Before the divisions: rsqrt of negative and zero values fails for the negative ones first.
-ROOTS: tuple[Rule, ...] = (sqrt_of_negative,)
+ROOTS: tuple[Rule, ...] = (sqrt_of_negative, variance_of_negative)
 #: In order of specificity.
 RULES: tuple[Rule, ...] = (
     log_of_negative,

@@ -40,6 +40,7 @@ _STATE_KEYS = re.compile(
 _SECOND_MOMENTS = re.compile(r"_sq\b|square_avg|\bsum\b|acc_delta|variance|row_var|col_var|second")
 _RATES = ("lr", "learning_rate", "lr_schedule", "lr_scheduler")
 _SCALES = ("loss_scale", "grad_scale", "scale", "scaler", "inv_scale")
+_LOSS_SCALE = re.compile(r"loss|grad|scaler|\binv|(?<![\w.])1(\.0*)?\s*/", re.IGNORECASE)
 _CLIPS = ("clip_grad_norm_", "clip_grads_with_norm_")
 _CLIP = r"clip_grad|clip_coef|grad.*norm|total_norm|clip"
 #: Operations that are innocent when they overflow: they only pass on what had grown.
@@ -87,6 +88,19 @@ def hyperparameter_non_finite(birth: Birth, trace: Trace) -> Cause | None:
     return cause("hyperparameter_non_finite", f"{birth.tensor_name or birth.op} is {value}.")
 
 
+def clip_norm_non_finite(birth: Birth, trace: Trace) -> Cause | None:
+    """Clipping to a norm that is NaN."""
+    if birth.note != "the number nan" or (birth.call or "").rpartition(".")[2] not in _CLIPS:
+        return None
+    said = "max_norm is nan, and clipping multiplies every gradient by max_norm / norm."
+    found = cause("hyperparameter_non_finite", said, fix="a max_norm that is a finite number from the first step on")
+    return replace(
+        found,
+        title="the norm to clip to is not a finite number",
+        explanation="The gradients were finite; clipping to NaN makes NaN of each of them.",
+    )
+
+
 def loss_scale_zero(birth: Birth, trace: Trace) -> Cause | None:
     """The loss scale is 0, and something divides by it."""
     if birth.kind == BirthKind.CONSTANT.value:
@@ -106,6 +120,9 @@ def loss_scale_zero(birth: Birth, trace: Trace) -> Cause | None:
     call = birth.call or ""
     words = call.partition("/")[2] if "/" in call else source_text(birth)
     if "scale" not in f"{words} {birth.tensor_name}".lower():
+        return None
+    # Many things are called a scale: that of the loss divides a loss, gradients, or 1.
+    if on_gradients(birth, trace) is False and not _LOSS_SCALE.search(call or source_text(birth)):
         return None
     dtype = birth.inputs[-1].whole.dtype if birth.inputs else ""
     return cause(
@@ -325,6 +342,7 @@ RULES: tuple[Rule, ...] = (
     learning_rate_non_finite,
     hyperparameter_non_finite,
     loss_scale_zero,
+    clip_norm_non_finite,
     clip_spreads_nan,
     clip_norm_overflow,
     optimizer_state_overflow,

@@ -25,6 +25,7 @@ from nan_detector._diagnosis.facts import (
 from nan_detector._diagnosis.numbers import number, share
 from nan_detector._diagnosis.reach import (
     CASTS,
+    EVEN,
     EXPONENTIALS,
     SUMS,
     argument_limit,
@@ -50,7 +51,7 @@ def exp_overflow(birth: Birth, trace: Trace) -> Cause | None:
     if op not in EXPONENTIALS or stats is None or everything is None or stats.max is None or stats.min is None:
         return None
     dtype = out_dtype(birth)
-    top = max(stats.max, -stats.min) if op in ("sinh", "cosh") else stats.max
+    top = max(stats.max, -stats.min) if op in EVEN else stats.max
     if not exp_overflows(op, top, dtype):
         return None
     limit = argument_limit(op, dtype)
@@ -92,6 +93,9 @@ def _number_to_the(birth: Birth) -> Cause | None:
 
 def _exp_fix(birth: Birth, limit: float) -> str:
     text = source_text(birth).replace(" ", "")
+    if op_of(birth) in ("i0", "i1"):
+        name = op_of(birth)
+        return f"torch.log(torch.special.{name}e(x)) + x.abs() for torch.log(torch.special.{name}(x))"
     if "log(1+" in text or "log1p(" in text or "softplus" in text:
         return "F.softplus(x), which is log(1 + exp(x)) without the large number"
     # Beside something that it is multiplied with, exp(-x) is a weight.

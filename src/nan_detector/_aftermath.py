@@ -6,7 +6,7 @@ step, and undone; else it is seen at the next gate that trips, or at the end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -102,6 +102,8 @@ class Aftermath:
         self.run = run
         self.full = full
         self._steppeds = steppeds
+        #: The last step before which all of a parameter, by its name, was seen to be finite.
+        self.last_finite: Callable[[str], int | None] = lambda name: None
         self._shadows: dict[int, GoodState] = {}
         #: Optimizers whose step has begun and was not looked at afterwards: it is running, or it raised.
         self.unchecked: set[int] = set()
@@ -245,7 +247,7 @@ class Aftermath:
             found = birth_in_step(optimizer, harm, last.mark, exact=False)
         if found is not None:
             birth_found, retake = found
-            return Damage(last.step, birth_found, "yes", retake=retake)
+            return self._dated(Damage(last.step, birth_found, "yes", retake=retake), harm, last, birth)
         with quiet():
             bad = _finite.bad_mask(harm.tensor)
             for moment in harms(optimizer, self.run.ours, state=True):
@@ -259,12 +261,25 @@ class Aftermath:
             return Damage(last.step, birth_unknown(optimizer, harm, last.mark), "no")
         return None
 
+    def _dated(self, damage: Damage, harm: Harm, last: LastStep, birth: Birth | None) -> Damage:
+        """`damage` with the first step that may have done it: taken again, each step does the same to a mended row."""
+        since = self.last_finite(harm.name) or 0
+        if since >= last.step or not self._is_looked_up(harm, birth):
+            return damage
+        said = f"in step {since} or a later one: what no step looks up shows in no loss"
+        note = f"{damage.birth.note}; {said}" if damage.birth.note else said
+        return replace(damage, step=since, birth=replace(damage.birth, note=note))
+
+    def _is_looked_up(self, harm: Harm, birth: Birth | None) -> bool:
+        """True where a step uses some elements of the parameter and leaves others alone."""
+        if birth is not None and birth.op.strip("_") in _SELECT:
+            return True
+        modules = (m for model in self.run.models.values() for m in model.modules() if isinstance(m, _SELECTIVE))
+        return any(p is harm.parameter for m in modules for p in m._parameters.values())
+
     def _was_good(self, harm: Harm, last: LastStep, birth: Birth | None) -> bool:
         """True when the gate before would have seen these elements, had they been bad, and the step was large."""
-        if birth is not None and birth.op.strip("_") in _SELECT:
-            return False
-        modules = (m for model in self.run.models.values() for m in model.modules() if isinstance(m, _SELECTIVE))
-        if any(p is harm.parameter for m in modules for p in m._parameters.values()):
+        if self._is_looked_up(harm, birth):
             return False
         steps, columns = self.run.recorder.columns(ROWS)
         norms = columns.get(f"{GRAD_NORM_OF}{harm.name}", [])

@@ -93,6 +93,7 @@ class Engine:
         self.shared = SharedStep(self.run, steppeds, self.hazards)
         rounds = Rounds(self.run, steppeds)
         self.judge = Judge(self.run, self.watch, self.responder, self.aftermath, rounds, self.shared)
+        self.aftermath.last_finite = lambda name: self.judge.rounds.last_finite(name)
         if config.watch is Watch.LAYERS:
             book.rows_for_log = Peaks(self.run, lambda: self.watch.limits).rows
         #: Where nothing is asked for beyond the gate itself, a step like the one before can take the short way.

@@ -186,6 +186,13 @@ class Explainer:
         if is_rewrite(event) and last is not None and last != event.step:
             found = f"found at step {event.step}, when {event.symptom}"
             return replace(event, step=last, notes=(*event.notes, found))
+        if event.cause is not None and event.cause.code == "buffer_non_finite" and last is None:
+            cause = replace(
+                event.cause,
+                explanation="No operation of the step made it: it was so before the first step that was judged.",
+                fix="look at where it is made, in the module's __init__, or at the checkpoint that it was loaded from",
+            )
+            return replace(event, cause=cause)
         late = event.cause is not None and event.cause.code == "parameter_non_finite" and event.op not in LOOK_UPS
         if not late or event.cause is None or last is None:
             return event

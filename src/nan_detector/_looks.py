@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from nan_detector._config import Replay
 from nan_detector._diagnosis import diagnose
-from nan_detector._entries import Entry
+from nan_detector._entries import Entry, Made, tokens_in
 from nan_detector._finding import Finding
 from nan_detector._hit import investigate
 from nan_detector._lineage import Line
@@ -46,6 +46,7 @@ class Looks:
         if self.run.config.replay is Replay.OFF or self.run.stopped:
             return
         numbers = {e.number for e in trained}
+        self._of_the_loss(current, trained)
         for look in current.looks:
             if look.made_by in self._births or look.made_by in numbers:
                 continue
@@ -61,6 +62,25 @@ class Looks:
                         current.tape, self.run.models, self.run.config.replay_budget_s, only=maker, conclude=_birth
                     )
                 self._births[look.made_by] = finding.trace.birth if finding.trace is not None else None
+
+    @staticmethod
+    def _of_the_loss(current: Session, trained: set[Entry]) -> None:
+        """Forget values that were worked out from a loss which was trained on: a perplexity for the log is no loss."""
+        roots = {
+            token.entry
+            for e in trained
+            if e.kind == "backward"
+            for token in tokens_in((e.args[:1], e.kwargs))
+            if isinstance(token, Made)
+        }
+        makers = {e.number: e for e in current.tape.entries}
+        current.looks[:] = [
+            look
+            for look in current.looks
+            if (maker := makers.get(look.made_by)) is None
+            or maker in roots
+            or roots.isdisjoint(current.tape.needed([maker]))
+        ]
 
     def tell(self, current: Session, trained: set[Entry]) -> None:
         """Warn of those that were not trained on, and forget them all."""

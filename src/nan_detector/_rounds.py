@@ -184,6 +184,12 @@ class Rounds:
         """True when an event has told of it, as what a bad step left behind, or was traced back to."""
         return any(name == e.tensor_name or any(name in _words(note) for note in e.notes) for e in self.run.book.events)
 
+    def last_finite(self, name: str) -> int | None:
+        """The last step before which all of the tensor `name` was seen to be finite; None where none is known."""
+        starts = {start for parts in self._finite_at for n, start in parts if n == name}
+        seen = [self._last_finite(name, start) for start in starts]
+        return min((s for s in seen if s is not None), default=None) if None not in seen else None
+
     def _last_finite(self, name: str, start: int) -> int | None:
         if self._plan != self._scrub.plans:
             return None

@@ -51,7 +51,9 @@ def _with_weight(trace: Trace, replayed: Replayed) -> Trace:
     birth = trace.birth
     if birth is None or birth.phase != "state" or birth.kind != BirthKind.OPERATION.value:
         return trace
-    name = next((n for n, line in replayed.rewritten.items() if any(g.record.index == birth.number for g in line)), None)
+    name = next(
+        (n for n, line in replayed.rewritten.items() if any(g.record.index == birth.number for g in line)), None
+    )
     return replace(trace, birth=replace(birth, tensor_name=name))
 
 

@@ -251,8 +251,7 @@ class Tape:
         return [
             e
             for e in self.entries
-            if e.age <= MAX_AGE
-            and (weights if _rewrites(e) else any(_needs_grad(r()) for r in e.made))
+            if e.age <= MAX_AGE and (weights if _rewrites(e) else any(_needs_grad(r()) for r in e.made))
         ]
 
     def rewrites(self, entries: set[Entry]) -> set[Entry]:

@@ -1,4 +1,4 @@
-"""Weights that the program itself rewrites after the optimizer's step: projected, averaged, revived. One write is bad."""
+"""Weights that the program rewrites after the optimizer's step: projected, averaged, revived. One write is bad."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds that nobody had tried: settings and state that spoil a step, names that mislead, and what no replay can show."""
+"""Kinds that nobody had tried: settings and state that spoil a step, misleading names, what no replay can show."""
 
 from __future__ import annotations
 

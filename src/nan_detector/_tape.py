@@ -384,7 +384,7 @@ def _writes_into(writer: Entry, wanted: set[Entry], used: set[Outside]) -> bool:
 
 
 def weight_written(entry: Entry) -> Outside | None:
-    """The parameter that a call writes into, itself or through a view or its `.data`; None where it is another tensor."""
+    """The parameter that a call writes into, itself or through a view or its `.data`; None where it is no parameter."""
     token = next(tokens_in(entry.args[:1]), None)
     while isinstance(token, Made):
         token = next(tokens_in(token.entry.args[:1]), None)

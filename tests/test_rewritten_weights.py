@@ -71,7 +71,22 @@ def averaged(net: Net, bad: bool) -> None:
     net.first.weight.copy_((torch.stack(kept) * weights[:, None, None]).sum(0) / weights.sum())  # <-- birth
 
 
-WRITES = [in_place, through_data, copied, assigned, averaged]
+def data_assigned(net: Net, bad: bool) -> None:
+    net.first.weight.data = net.first.weight.data / scale_of(net, bad).data  # <-- birth
+
+
+@torch.no_grad()
+def unread(net: Net, bad: bool) -> None:
+    new = torch.zeros(4, 3) / (0 if bad else 1)
+    net.first.weight.copy_(new)  # <-- birth
+
+
+def data_normalised(net: Net, bad: bool) -> None:
+    kept = net.first.weight.data * (torch.arange(4)[:, None] != (1 if bad else -1))
+    net.first.weight.data = kept / kept.norm(dim=1, keepdim=True)  # <-- birth
+
+
+WRITES = [in_place, through_data, copied, data_assigned, assigned, averaged]
 Write = Callable[[Net, bool], None]
 
 
@@ -112,6 +127,39 @@ def test_the_write_is_named_with_its_line_its_reason_and_the_weight(write: Write
     assert event.cause is not None
     assert event.cause.code == ("reduction_of_empty" if write is assigned else "division_by_zero")
     assert (event.reproduced, event.weights) == ("yes", f"damaged since step {BAD}")
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+@pytest.mark.parametrize(
+    ("write", "call"), [(unread, "net.first.weight.copy_"), (data_normalised, "net.first.weight.data")]
+)
+def test_of_a_write_that_did_not_read_the_weights_the_line_is_known(write: Write, call: str, numbered: bool) -> None:
+    event = event_of(train(write, numbered=numbered)[0])
+    assert event.location is not None and event.location.line == line_of(write)[1]
+    assert (event.step, event.phase, event.tensor_name) == (BAD, "state", "first.weight")
+    assert (event.op, event.call, event.weights) == (None, call, f"damaged since step {BAD}")
+    assert event.cause is not None and event.cause.code == "parameter_non_finite"
+    assert "look at what this line writes" in event.cause.fix
+
+
+def test_a_sound_write_is_not_blamed_for_what_the_optimizer_does() -> None:
+    net = Net()
+    opt = torch.optim.SGD(net.parameters(), lr=1e-2)
+    with NaNDetector(net, verbose=False) as det:
+        for i in range(5):
+            det.set_batch(i)
+            opt.zero_grad()
+            net(torch.ones(2, 3)).square().mean().backward()
+            if i == BAD:  # behind the back of the gate, as an optimizer's own arithmetic would
+                opt.register_step_post_hook(lambda *_: net.first.weight.detach().numpy().fill(float("nan")))
+            else:
+                with torch.no_grad():
+                    net.first.weight.copy_(torch.ones(4, 3))
+            opt.step()
+            if det.triggered:
+                break
+    event = event_of(det)
+    assert event.location is None or "copy_" not in event.location.source_line
 
 
 def test_the_report_says_when_it_was_written_and_when_it_was_found() -> None:

@@ -222,6 +222,37 @@ def test_the_ops_level_has_seen_what_a_replay_cannot_show(loss_of: Callable[...,
     assert any("run_step" in note for note in (*blind.notes, *(t.detail for t in blind.trials)))
 
 
+class Rooted(nn.Module):
+    """A score whose directional derivative is worked out along with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def score(rows: Tensor) -> Tensor:
+            return torch.exp(-self.w * rows.square().sum(-1).sqrt())  # <-- birth
+
+        _, tangent = torch.func.jvp(score, (x,), (torch.ones_like(x),))
+        return tangent
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")  # PyTorch's own use of it, in jvp
+def test_the_tangent_of_a_root_at_zero() -> None:
+    run = train(Rooted(), [torch.zeros(2, 3)], lambda m, x: m(x).sum())
+    event = assert_born(run, Rooted.forward, step=0, phase="forward", layer="root", op="div")
+    assert code_of(event) == "sqrt_gradient_at_zero"
+    assert "divides by twice the root" in evidence_of(event)
+
+
+def test_a_quotient_beside_a_root_is_a_division() -> None:
+    def quotient(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x) / (x - 1).sum().square().sqrt()).mean()  # <-- birth
+
+    event = assert_born(faulty(quotient), quotient, step=0, phase="loss", layer=None, op="div")
+    assert code_of(event) == "division_by_zero"
+
+
 # -- values for the log ------------------------------------------------------------------------------------------------
 
 

@@ -20,9 +20,12 @@ from nan_detector._retake import Retake
 from nan_detector._run import Run
 from nan_detector._search import Search
 from nan_detector._session import Session, session
+from nan_detector._source import location_of
+from nan_detector._source_text import call_expression
 from nan_detector._state import logger, strict
 from nan_detector._step_trials import with_step_trials
 from nan_detector._summary_title import is_rewrite, story
+from nan_detector._tape import Tape
 from nan_detector._trace import BirthKind
 from nan_detector._trials import with_trials
 from nan_detector._watchers import StepWatch
@@ -180,9 +183,11 @@ class Explainer:
         self._told[key] += 1
         return self._told[key] > TRIED_AT_MOST
 
-    def dated(self, event: NaNEvent) -> NaNEvent:
+    def dated(self, event: NaNEvent, tape: Tape) -> NaNEvent:
         """`event` of a parameter that was bad before the step, with what is known of when it was still finite."""
         last = self.run.ledger.last_good_step
+        if last is not None:
+            event = self._with_writer(event, tape)
         if is_rewrite(event) and last is not None and last != event.step:
             found = f"found at step {event.step}, when {event.symptom}"
             return replace(event, step=last, notes=(*event.notes, found))
@@ -201,6 +206,25 @@ class Explainer:
             "code after it (clipping, averaging, loading)"
         )
         return replace(event, cause=replace(event.cause, fix=fix))
+
+    def _with_writer(self, event: NaNEvent, tape: Tape) -> NaNEvent:
+        """`event` of a parameter with the line of the program that wrote into it after the last step."""
+        if event.cause is None or event.cause.code != "parameter_non_finite":
+            return event
+        p = next((p for name, p in self.run.names.parameters() if name == event.tensor_name), None)
+        mark = tape.written_at.get(id(p)) if p is not None else None
+        if mark is None:
+            return event
+        fix = "look at what this line writes: it is the last that wrote into the parameter after the optimizer's step"
+        return replace(
+            event,
+            op=None,
+            call=call_expression(mark),
+            layer_name=None,
+            module_type=None,
+            location=location_of(mark),
+            cause=replace(event.cause, fix=fix),
+        )
 
 
 def _with_zeroing(finding: Finding, said: str) -> Finding:

@@ -110,7 +110,9 @@ def call(
         if weights and not _may_write(session, weights, args, kwargs):
             return args[0] if getattr(func, "__name__", "") != "__set__" else None
         if weights and not session.tape.begun:
-            return func(*args, **kwargs)  # nothing of this step has used them: it begins with what is written now
+            # Nothing of this step has used them: it begins with what is written now.
+            session.tape.written_at.update(dict.fromkeys(map(id, weights), here(3)))
+            return func(*args, **kwargs)
     if kind is not CallKind.PLAIN:
         try:
             place = (here(3), None) if kind is CallKind.BACKWARD else here_and_module(3)

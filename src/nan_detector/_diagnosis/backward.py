@@ -94,6 +94,17 @@ def sqrt_gradient_at_zero(birth: Birth, trace: Trace) -> Cause | None:
     return cause("sqrt_gradient_at_zero", said, _upstream(birth), fix=_root_fix(birth, made_by))
 
 
+def sqrt_tangent_at_zero(birth: Birth, trace: Trace) -> Cause | None:
+    """The same in forward mode (`torch.func.jvp`): a division runs within a call of sqrt, which has none of its own."""
+    called = base_op((birth.call or "").rpartition(".")[2])
+    if called != "sqrt" or op_of(birth) != "div" or not by_operation(birth) or not zero_denominator(birth):
+        return None
+    below = operand(birth, 1)
+    zeros = f"{share(below.zero_count, below.numel, 'roots')} exactly 0" if below is not None else "some roots are 0"
+    said = f"{zeros}, and its derivative, which is worked out along with the forward, divides by twice the root."
+    return cause("sqrt_gradient_at_zero", said, fix=_root_fix(birth, "sqrt"))
+
+
 def pow_gradient_at_zero(birth: Birth, trace: Trace) -> Cause | None:
     """The derivative of x ** p at 0 for p between 0 and 1."""
     if not is_derivative(birth) or base_op(birth.derivative_of) != "pow":
@@ -266,6 +277,7 @@ RULES: tuple[Rule, ...] = (
     custom_backward,
     exp_came_back,
     sqrt_gradient_at_zero,
+    sqrt_tangent_at_zero,
     pow_gradient_at_zero,
     *matrices.BACKWARD,
     unselected_derivative,

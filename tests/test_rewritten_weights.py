@@ -164,7 +164,7 @@ def test_a_sound_write_is_not_blamed_for_what_the_optimizer_does() -> None:
 
 def test_the_report_says_when_it_was_written_and_when_it_was_found() -> None:
     text = str(event_of(train(in_place)[0]))
-    assert f"Inf born at step {BAD}, after the optimizer's step, in a write into the weights" in text
+    assert f"Inf born at step {BAD}, in the program's own write into the model" in text
     assert "first.weight  ·  net.first.weight.div_  ·  tests/test_rewritten_weights.py" in text
     assert f"weights are damaged since step {BAD}; training stops here." in text
     assert "mend first.weight, or load a checkpoint in which it is finite" in text

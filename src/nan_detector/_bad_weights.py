@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from nan_detector import _finite
-from nan_detector._entries import Entry
+from nan_detector._entries import Entry, Outside
 from nan_detector._lineage import EMPTY
 from nan_detector._moment import Moment
 from nan_detector._naming import Names
 from nan_detector._quiet import quiet
+from nan_detector._replay import Step
 from nan_detector._replayed import Replayed
 from nan_detector._trace import Birth, BirthKind
 
@@ -39,11 +43,34 @@ def poisoned_buffers(replayed: Replayed, names: Names, birth: Birth) -> tuple[st
     return tuple(dict.fromkeys([*blamed, *reached]))
 
 
-def weights_lost(entries: list[Entry], names: Names) -> bool:
-    """True when the step's weights were damaged after it used them: what a replay found now would be another story."""
+def into_weights(step: Step, birth: Birth) -> Birth:
+    """`birth` as one of the state, where the loop's own code wrote it into weights: with the first that it reached."""
+    with quiet():
+        for name, p in step.names.parameters():
+            alias = step.aliases.of.get(id(p))
+            if alias is not None and any(g.record.index == birth.number for g in step.tracer.ancestry(alias)):
+                return replace(birth, phase="state", tensor_name=name, layer_name=name.rpartition(".")[0] or "root")
+    return birth
+
+
+def weights_lost(entries: list[Entry], names: Names, outside: Mapping[int, Outside]) -> bool:
+    """True when the step's weights were damaged after it used them: what a replay found now would be another story.
+
+    Where it was the step's own recorded call that wrote them, what stood there before was kept.
+
+    Args:
+        entries: The calls of the step.
+        names: Names of the models.
+        outside: The tensors from outside the step, by identity.
+    """
     if unmoved(entries) is not False:
         return False
-    return weights_state(names.parameters(), ()) != "clean"
+    moved = [(name, p) for name, p in names.parameters() if not _is_kept(outside.get(id(p)), p)]
+    return weights_state(moved, ()) != "clean"
+
+
+def _is_kept(token: Outside | None, p: Tensor) -> bool:
+    return token is not None and token.snapshot is not None and token.stands_for(p)
 
 
 def unmoved(entries: Iterable[Entry]) -> bool | None:

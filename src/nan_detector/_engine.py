@@ -492,6 +492,7 @@ class Engine:
             self.contain(self.judge.explain_looks, current)
         self.run.told_step, self.run.sample_ids = index, sample_ids
         self.run.entered = self.run.groups
+        current.told_step = index
         if not current.tape.backwards:
             with hidden():
                 self.contain(self.zeroing.look, current.tape, self.run.groups)

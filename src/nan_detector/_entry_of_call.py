@@ -62,9 +62,7 @@ def entry_of(
 
 def _save_target(session: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a write in place: keep a copy of what stood there, when it came from outside the step."""
-    targets = list(tensors_in(args[:1]))
-    targets.extend(tensors_in(kwargs.get("out")))
-    for t in targets:
+    for t in tensors_in(kwargs["out"] if kwargs.get("out") is not None else args[:1]):
         base = t._base if t._is_view() and t._base is not None else t
         for candidate in (t, base, parameter_behind(session.tape, t)):
             if candidate is not None and session.tape.made_by(candidate) is None:

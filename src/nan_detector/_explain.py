@@ -14,18 +14,16 @@ from nan_detector._events import HISTORY, complete
 from nan_detector._finding import FINITE_AGAIN, Finding
 from nan_detector._gate import Suspicion
 from nan_detector._hyper import HyperProblem
+from nan_detector._last_writer import with_writer
 from nan_detector._optimizer_events import hyper_event
 from nan_detector._records import NaNEvent
 from nan_detector._retake import Retake
 from nan_detector._run import Run
 from nan_detector._search import Search
 from nan_detector._session import Session, session
-from nan_detector._source import location_of
-from nan_detector._source_text import call_expression
 from nan_detector._state import logger, strict
 from nan_detector._step_trials import with_step_trials
-from nan_detector._summary_title import is_rewrite, story
-from nan_detector._tape import Tape
+from nan_detector._summary_title import story
 from nan_detector._trace import BirthKind
 from nan_detector._trials import with_trials
 from nan_detector._watchers import StepWatch
@@ -96,6 +94,7 @@ class Explainer:
             rates = tuple(columns.get(LEARNING_RATE, ()))
             event = hyper_event(event, suspicion.hyper, before_sentences(columns, steps, layer=None), rates)
             option = suspicion.hyper.name if isinstance(suspicion.hyper, HyperProblem) else ""
+            event = self._with_writer(current, event)
             retake = Retake(optimizer) if optimizer is not None else None
             return self._step_tried(event, retake, option, rates)
         if finding is None and self.run.config.replay is Replay.OFF:
@@ -116,7 +115,10 @@ class Explainer:
         if damage is not None:
             return self.of_damage(event, damage)
         finding = _with_zeroing(finding, not_zeroed)
-        return self._tried(current, self._complete(event, finding), finding)
+        return self._tried(current, self._with_writer(current, self._complete(event, finding)), finding)
+
+    def _with_writer(self, current: Session, event: NaNEvent) -> NaNEvent:
+        return with_writer(event, self.run.names, current.writers, self.run.ledger.last_good_step)
 
     def _place_known(self, event: NaNEvent, not_zeroed: str, finding: Finding) -> None:
         """The replay has come as far as the bad loss: what is known by then is written down, and it goes on."""
@@ -183,14 +185,9 @@ class Explainer:
         self._told[key] += 1
         return self._told[key] > TRIED_AT_MOST
 
-    def dated(self, event: NaNEvent, tape: Tape) -> NaNEvent:
+    def dated(self, event: NaNEvent) -> NaNEvent:
         """`event` of a parameter that was bad before the step, with what is known of when it was still finite."""
         last = self.run.ledger.last_good_step
-        if last is not None:
-            event = self._with_writer(event, tape)
-        if is_rewrite(event) and last is not None and last != event.step:
-            found = f"found at step {event.step}, when {event.symptom}"
-            return replace(event, step=last, notes=(*event.notes, found))
         if event.cause is not None and event.cause.code == "buffer_non_finite" and last is None:
             cause = replace(
                 event.cause,
@@ -201,30 +198,14 @@ class Explainer:
         late = event.cause is not None and event.cause.code == "parameter_non_finite" and event.op not in LOOK_UPS
         if not late or event.cause is None or last is None:
             return event
-        fix = (
-            f"it was finite in step {last}: look at what has written it since, which is the optimizer's step and any "
-            "code after it (clipping, averaging, loading)"
-        )
+        if event.location is not None:
+            fix = f"it was finite in step {last}: look at what this line writes, which is the last that wrote it"
+        else:
+            fix = (
+                f"it was finite in step {last}: look at what has written it since, which is the optimizer's step and "
+                "any code after it (clipping, averaging, loading)"
+            )
         return replace(event, cause=replace(event.cause, fix=fix))
-
-    def _with_writer(self, event: NaNEvent, tape: Tape) -> NaNEvent:
-        """`event` of a parameter with the line of the program that wrote into it after the last step."""
-        if event.cause is None or event.cause.code != "parameter_non_finite":
-            return event
-        p = next((p for name, p in self.run.names.parameters() if name == event.tensor_name), None)
-        mark = tape.written_at.get(id(p)) if p is not None else None
-        if mark is None:
-            return event
-        fix = "look at what this line writes: it is the last that wrote into the parameter after the optimizer's step"
-        return replace(
-            event,
-            op=None,
-            call=call_expression(mark),
-            layer_name=None,
-            module_type=None,
-            location=location_of(mark),
-            cause=replace(event.cause, fix=fix),
-        )
 
 
 def _with_zeroing(finding: Finding, said: str) -> Finding:

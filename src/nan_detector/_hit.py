@@ -14,7 +14,7 @@ import torch
 from nan_detector import _finite
 from nan_detector._again import Again
 from nan_detector._at_the_loss import AtTheLoss
-from nan_detector._bad_weights import overwritten, poisoned_buffers, weights_lost
+from nan_detector._bad_weights import into_weights, overwritten, poisoned_buffers, weights_lost
 from nan_detector._births import birth_of
 from nan_detector._entries import Entry
 from nan_detector._errors import ReplayRefused
@@ -96,7 +96,7 @@ def investigate(
     if not entries and call is None:
         return Finding(notes=(*notes, "nothing of this step was recorded, so it cannot be replayed"))
     names = Names(models) if names is None else names
-    if weights_lost(entries, names):
+    if weights_lost(entries, names, tape.outside):
         return Finding(
             notes=(
                 *notes,
@@ -147,6 +147,9 @@ def investigate(
     if evidence is not None and finding.trace is not None and finding.trace.birth is not None:
         evidence.blamed = finding.trace.birth.number
     birth = finding.trace.birth if finding.trace is not None else None
+    if birth is not None and birth.phase in ("loss", "state") and birth.tensor_name is None:
+        birth = into_weights(step, birth)
+        finding = replace(finding, trace=replace(finding.trace, birth=birth))  # type: ignore[type-var]  # it has a birth
     if birth is not None:
         finding = replace(finding, bad_buffers=poisoned_buffers(replayed, names, birth))
     again = replace(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from nan_detector import _finite
-from nan_detector._calls import CallKind, kind_of, public_name
+from nan_detector._calls import CallKind, is_in_place, kind_of, public_name
 from nan_detector._calls import kinds as _kinds
 from nan_detector._entries import Entry, Made, autocast_state, tensors_in, tokens_in
 from nan_detector._entry_of_call import ATTRIBUTES, entry_of
@@ -16,7 +17,7 @@ from nan_detector._quiet import hidden, quiet
 from nan_detector._recorded_backward import begin_backward
 from nan_detector._source import Mark, here, here_and_module
 from nan_detector._tape import Tensor
-from nan_detector._written_weights import weights_behind
+from nan_detector._written_weights import is_worked_out, outside_behind, targets_of
 
 if TYPE_CHECKING:
     from nan_detector._session import Session, TapeMode
@@ -41,6 +42,14 @@ class Look(NamedTuple):
     step: int
 
 
+class Write(Enum):
+    """What becomes of a call that writes in place."""
+
+    RECORDED = "recorded"
+    REFUSED = "refused"  # the loop's own update of its weights, in a bad step
+    BEFORE_THE_STEP = "before the step"  # nothing of this step has used these weights: it begins with what is written
+
+
 def torch_function(
     mode: TapeMode,
     func: Callable[..., Any],
@@ -59,7 +68,7 @@ def torch_function(
         kind = _kinds.get(func) or kind_of(func)
     except TypeError:  # an unhashable callable
         kind = CallKind.PLAIN
-    if kind is not CallKind.PLAIN:
+    if kind is not CallKind.PLAIN or (kwargs and "out" in kwargs):
         return call(session, func, args, kwargs or {}, kind)
     if _functorch_level() is not None:
         return func(*args, **(kwargs or {}))
@@ -83,8 +92,6 @@ def torch_function(
             entry.autocast = autocast_state()
         if tape.begun is not begun and getattr(getattr(func, "__self__", None), "__name__", "") in ATTRIBUTES:
             tape.begun = False  # reading an attribute uses no weight
-        if kwargs and "out" in kwargs:
-            entry.writes = True
         if owner is not None:
             entry.owner = owner
         tape.append(entry, out)
@@ -104,15 +111,15 @@ def call(
             return func(*args, **kwargs)  # numbers of the batch, as if the loader had made a tensor of them
         kind = CallKind.PLAIN
     entry = None
-    if kind is CallKind.IN_PLACE:
+    if kind is CallKind.IN_PLACE or "out" in kwargs or (kind is CallKind.RANDOM and is_in_place(func.__name__)):
         with hidden():
-            weights = weights_behind(session.tape, func, args, kwargs)
-        if weights and not _may_write(session, weights, args, kwargs):
+            write = _write(session, func, args, kwargs, kind)
+        if write is Write.REFUSED:
             return args[0] if getattr(func, "__name__", "") != "__set__" else None
-        if weights and not session.tape.begun:
-            # Nothing of this step has used them: it begins with what is written now.
-            session.tape.written_at.update(dict.fromkeys(map(id, weights), here(3)))
+        if write is Write.BEFORE_THE_STEP:
             return func(*args, **kwargs)
+        if kind is CallKind.PLAIN:
+            kind = CallKind.IN_PLACE
     if kind is not CallKind.PLAIN:
         try:
             place = (here(3), None) if kind is CallKind.BACKWARD else here_and_module(3)
@@ -226,9 +233,27 @@ def backward(session: Session, func: Callable[..., Any], args: tuple[Any, ...], 
         session.busy -= 1
 
 
+def _write(
+    session: Session, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], kind: CallKind
+) -> Write:
+    """What to make of a call that writes into its arguments; who writes is remembered."""
+    tape = session.tape
+    targets = [outside_behind(tape, t) for t in targets_of(func, args, kwargs)]
+    weights: list[Tensor] = [p for p in targets if isinstance(p, torch.nn.Parameter)]
+    of_weights = bool(weights) and len(weights) == len(targets) and kind is not CallKind.RANDOM
+    if of_weights and not _may_write(session, weights, args, kwargs):
+        return Write.REFUSED
+    outside = [t for t in targets if t is not None]
+    if outside:
+        session.writers.note(outside, func, here(4), session.told_step, session.step)
+    if of_weights and not tape.begun and not is_worked_out(tape, args, kwargs):
+        return Write.BEFORE_THE_STEP
+    return Write.RECORDED
+
+
 def _may_write(session: Session, weights: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """A loop that has no optimizer updates its weights itself: False when that update was judged and refused."""
-    mark = here(4)
+    mark = here(5)
     if session.tape.backwards:
         session.refused = None
         if any([judge(weights) for judge in session.before_update]):

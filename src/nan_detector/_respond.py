@@ -111,7 +111,7 @@ class Responder:
         since = suspicion.hyper.since if isinstance(suspicion.hyper, BadState) else None
         if since is not None and event.phase in ("state", "optimizer"):
             event = replace(event, weights=f"damaged since step {since}")
-        event = self._with_capsule(current, self.explainer.dated(event, current.tape))
+        event = self._with_capsule(current, self.explainer.dated(event))
         return self._decided(event, policy, key, later=optimizer is not None)
 
     def hit_again(self, event: NaNEvent, optimizer: Any) -> bool:

@@ -22,6 +22,7 @@ from nan_detector._recording import Look, torch_function
 from nan_detector._source import Mark
 from nan_detector._state import BUG, logger, strict
 from nan_detector._tape import Tape, Tensor
+from nan_detector._written_weights import Writers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -67,7 +68,9 @@ class Session:
         self.gates = 0  # optimizer steps that reached a pre-hook
         self.scaler: Any = None  # the GradScaler whose `step` is running
         self.step = 0  # that of the last call of a watched module
+        self.told_step: int | None = None  # that which the loop has named last
         self.looks: list[Look] = []
+        self.writers = Writers()  # who wrote last into weights and buffers, outside of an optimizer's step
         self.gradient_scale: Tensor | None = None  # what the gradients are multiplied by until they are unscaled
         #: Of each engine: called with parameters that are written while a backward waits to be judged; True refuses.
         self.before_update: list[Callable[[list[Tensor]], bool]] = []
@@ -191,6 +194,8 @@ class Session:
         self.stepping.clear()
         self.compiled.clear()
         self.looks.clear()
+        self.writers.clear()
+        self.told_step = None
         self.paused = 0
         self.broken = self.told = False
         mode = self.mode

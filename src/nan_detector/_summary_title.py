@@ -17,7 +17,9 @@ _PHASES = {
     "optimizer": "in the optimizer",
     "state": "in the state (bad before the step)",
 }
-_REWRITE = "after the optimizer's step, in a write into the weights"
+_REWRITE = "in the program's own write into the model"
+#: Causes of a tensor whose last writer is known, and not what it wrote.
+_FOUND_THERE = ("parameter_non_finite", "buffer_non_finite")
 _SEVERITIES = {"silent": ", absorbed in silence", "handled": ", and handled"}
 
 
@@ -90,7 +92,9 @@ def _kind(event: NaNEvent) -> str:
 
 
 def _verb(event: NaNEvent) -> str:
-    if (event.phase in ("data", "state") and not is_rewrite(event)) or event.op == "optimizer_state":
+    code = event.cause.code if event.cause is not None else None
+    worked_out = is_rewrite(event) and code not in _FOUND_THERE
+    if (event.phase in ("data", "state") and not worked_out) or event.op == "optimizer_state":
         return "found"
     located = event.op or event.call or event.layer_name or event.tensor_name or event.location
     return "born" if located and event.status == "final" else "seen"

@@ -25,7 +25,6 @@ from nan_detector._entries import (
     tokens_in,
 )
 from nan_detector._quiet import hidden
-from nan_detector._source import Mark
 
 Tensor = torch.Tensor
 _ref = weakref.ref
@@ -55,8 +54,6 @@ class Tape:
         self.backwards = 0  # entries of kind "backward" not yet judged
         self._made: dict[int, tuple[weakref.ref[Tensor], Entry, int, bool]] = {}
         self._next = 0
-        #: By the identity of a parameter: the line that wrote into it last, since the last optimizer step.
-        self.written_at: dict[int, Mark | None] = {}
 
     # -- recording ---------------------------------------------------------------------------------------------------
 
@@ -233,10 +230,13 @@ class Tape:
             e.age += 1
         if spare:
             self.boundary = min(e.number for e in spare)
-        if stepped and self.written_at:
-            self.written_at.clear()
         wanted = self.needed(self._alive(weights=not stepped)) | spare
         self._restrict([e for e in self.entries if e in wanted])
+        if any(o.snapshot is not None for o in self.outside.values()):
+            rewritten = {weight_written(e) for e in self.entries if e.writes}
+            for o in self.outside.values():
+                if o.parameter and o not in rewritten:
+                    o.forget_earlier()  # else a replay of the next step would begin with it
 
     @property
     def idle(self) -> bool:
@@ -248,8 +248,6 @@ class Tape:
         self.begun = False
         if self.dropped:
             self.dropped.clear()
-        if self.written_at:
-            self.written_at.clear()
         self.boundary = self._next
         self.forget()
 

@@ -108,6 +108,7 @@ TABLE = (
             "_evaluation",
             "_events",
             "_explain",
+            "_last_writer",
             "_finding",
             "_forewarn",
             "_further",

@@ -460,7 +460,8 @@ class Engine:
         else:
             self.zeroing.dropped(self.run.groups)
             self.run.entered = self.run.groups
-            tape.judged(keep_alive=True)
+            if not tape.goes_on_from_gradients():
+                tape.judged(keep_alive=True)
 
     def scaler_skipped(self, scaler: Any, optimizer: Any, current: Session) -> None:
         """The GradScaler did not step: an overflow of scaled gradients is its business, a NaN of the loss is ours."""

@@ -54,7 +54,8 @@ def _with_weight(trace: Trace, replayed: Replayed) -> Trace:
     name = next(
         (n for n, line in replayed.rewritten.items() if any(g.record.index == birth.number for g in line)), None
     )
-    return replace(trace, birth=replace(birth, tensor_name=name))
+    layer = None if name is None else name.rpartition(".")[0] or "root"
+    return replace(trace, birth=replace(birth, tensor_name=name, layer_name=layer))
 
 
 def concluded(replayed: Replayed, notes: list[str]) -> Finding:

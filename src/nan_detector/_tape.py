@@ -268,6 +268,14 @@ class Tape:
         writes = [e for e in self.entries if e.number < first and _rewrites(e)]
         return self.needed(writes) if writes else set()
 
+    def goes_on_from_gradients(self) -> bool:
+        """True where the loop has written into weights since a backward: its gradients are in what the step goes on with.
+
+        Sharpness-aware minimisation climbs along the gradients, sets them back, and takes those of the place it is at.
+        """
+        first = next((e.number for e in self.entries if e.kind == "backward" and not e.judged), None)
+        return first is not None and any(e.number > first and _rewrites(e) for e in self.entries)
+
     def has_root(self) -> bool:
         """True when a call of a watched module is on the tape."""
         return any(e.kind == "root" for e in self.entries)

@@ -77,8 +77,8 @@ def data_assigned(net: Net, bad: bool) -> None:
 
 @torch.no_grad()
 def unread(net: Net, bad: bool) -> None:
-    new = torch.zeros(4, 3) / (0 if bad else 1)
-    net.first.weight.copy_(new)  # <-- birth
+    new = torch.zeros(4, 3) / (0 if bad else 1)  # <-- birth
+    net.first.weight.copy_(new)
 
 
 def data_normalised(net: Net, bad: bool) -> None:
@@ -130,16 +130,13 @@ def test_the_write_is_named_with_its_line_its_reason_and_the_weight(write: Write
 
 
 @pytest.mark.parametrize("numbered", [True, False])
-@pytest.mark.parametrize(
-    ("write", "call"), [(unread, "net.first.weight.copy_"), (data_normalised, "net.first.weight.data")]
-)
-def test_of_a_write_that_did_not_read_the_weights_the_line_is_known(write: Write, call: str, numbered: bool) -> None:
+@pytest.mark.parametrize("write", [unread, data_normalised], ids=lambda f: f.__name__)
+def test_of_a_write_that_did_not_read_the_weights_the_line_is_known(write: Write, numbered: bool) -> None:
     event = event_of(train(write, numbered=numbered)[0])
     assert event.location is not None and event.location.line == line_of(write)[1]
     assert (event.step, event.phase, event.tensor_name) == (BAD, "state", "first.weight")
-    assert (event.op, event.call, event.weights) == (None, call, f"damaged since step {BAD}")
-    assert event.cause is not None and event.cause.code == "parameter_non_finite"
-    assert "look at what this line writes" in event.cause.fix
+    assert event.weights == f"damaged since step {BAD}"
+    assert event.cause is not None and event.cause.code == "division_by_zero" and event.op == "div"
 
 
 def test_a_sound_write_is_not_blamed_for_what_the_optimizer_does() -> None:

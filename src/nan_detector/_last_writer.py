@@ -43,7 +43,9 @@ def _writer(event: NaNEvent, names: Names, writers: Writers, last_good: int | No
         return None
     tensor = next((t for n, t in [*names.parameters(), *names.buffers()] if n == event.tensor_name), None)
     written = writers.of(tensor) if tensor is not None else None
-    if written is None or last_good is None:
+    if written is None or (written.step >= event.step and not written.before):  # the model was called before the write
+        return None
+    if last_good is None:
         return written
     # What a good step was run with is not what made a later one bad.
     is_later = written.step > last_good or (written.step == last_good and not written.before)

@@ -269,7 +269,7 @@ class Tape:
         return self.needed(writes) if writes else set()
 
     def goes_on_from_gradients(self) -> bool:
-        """True where the loop has written into weights since a backward: its gradients are in what the step goes on with.
+        """True where the loop has written into weights since a backward: the step goes on with its gradients.
 
         Sharpness-aware minimisation climbs along the gradients, sets them back, and takes those of the place it is at.
         """

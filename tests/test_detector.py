@@ -93,5 +93,5 @@ def test_a_model_whose_modules_are_lazy_is_watched_from_the_beginning(watch: str
             optimizer.step()
             if det.triggered:
                 break
-    assert det.event is not None and det.event.step == 5
+    assert det.event is not None and det.event.step == 4  # the last that had called the model when it was written
     assert det.event.tensor_name == "0.weight" and det.event.phase == "state"

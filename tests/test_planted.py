@@ -124,7 +124,8 @@ def test_weights_spoilt_in_mid_run_were_finite_until_then() -> None:
             if det.triggered:
                 break
     event = det.event
-    assert event is not None and (event.step, event.weights) == (7, "damaged since step 6")
+    assert event is not None and (event.step, event.weights) == (6, "damaged since step 6")
+    assert event.location is not None and event.location.source_line == "model[0].weight[0, 0] = NAN"
     assert event.sample_index == (), "every sample meets a bad weight"
 
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from nan_detector._entries import Made, Outside
 from nan_detector._rng import restore_rng, rng_state
 from nan_detector._session import Session
-from nan_detector._written_weights import parameter_behind, weights_behind
+from nan_detector._written_weights import outside_behind, parameter_behind, targets_of
 
 Tensor = torch.Tensor
 
@@ -150,10 +150,14 @@ def test_the_weights_behind_a_tensor(recording: Session) -> None:
             True, False, True, True, False, False,
         ]  # fmt: skip
         write, assign = torch.Tensor.mul_, torch.Tensor.grad.__set__
-        assert weights_behind(tape, torch._foreach_mul_, ([p, q], 2.0), {}) == [p, q]
-        assert weights_behind(tape, torch._foreach_mul_, ([p, torch.ones(2)], 2.0), {}) == []
-        assert weights_behind(tape, assign, (p, None), {}) == []
-        assert weights_behind(tape, write, (grad, 2.0), {}) == []
+        made, out = torch.ones(2), {"out": q}
+        assert targets_of(torch._foreach_mul_, ([p, q], 2.0), {}) == [p, q]
+        assert targets_of(torch.mul, (p, 2.0), out) == [q]
+        assert targets_of(assign, (p, None), {}) == []
+        assert targets_of(torch.nn.init.normal_, (), {"tensor": p, "std": 1.0}) == [p]
+        assert [outside_behind(tape, t) for t in (p, data, view, made)] == [p, p, p, made]
+        assert outside_behind(tape, copy) is None
+        assert targets_of(write, (grad, 2.0), {}) == [grad] and parameter_behind(tape, grad) is None
 
 
 def test_weights_written_before_the_step_uses_them_are_not_on_the_tape(recording: Session) -> None:

@@ -369,6 +369,30 @@ def test_weights_moved_by_the_loop_are_not_laid_at_the_optimizer_s_door() -> Non
             if det.triggered:
                 break
     event = det.event
+    assert event is not None and event.cause is not None and event.location is not None
+    assert event.location.source_line.startswith("steps = [0.05 * p.grad / norm")
+    assert (event.step, event.op, event.cause.code, event.reproduced) == (2, "div", "division_by_zero", "yes")
+    assert event.weights == "damaged since step 2"
+
+
+def test_weights_moved_where_nobody_sees_it_are_not_laid_at_the_optimizer_s_door() -> None:
+    model = faults.Net()
+    base = torch.optim.SGD(model.parameters(), lr=0.01)
+    with NaNDetector(model, verbose=False) as det:
+        for i in range(4):
+            det.set_batch(i)
+            base.zero_grad()
+            model(faults.ones()).square().mean().backward()
+            move = float("nan") if i == 2 else 0.0
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                torch._foreach_add_(list(model.parameters()), move)
+            model(faults.ones()).square().mean().backward()
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                torch._foreach_sub_(list(model.parameters()), move)
+            base.step()
+            if det.triggered:
+                break
+    event = det.event
     assert event is not None and (event.step, event.op, event.cause) == (2, None, None)
     assert event.weights == "damaged since step 2"
     assert any(

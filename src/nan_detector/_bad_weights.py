@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +13,6 @@ from nan_detector._lineage import EMPTY
 from nan_detector._moment import Moment
 from nan_detector._naming import Names
 from nan_detector._quiet import quiet
-from nan_detector._replay import Step
 from nan_detector._replayed import Replayed
 from nan_detector._trace import Birth, BirthKind
 
@@ -41,16 +39,6 @@ def poisoned_buffers(replayed: Replayed, names: Names, birth: Birth) -> tuple[st
         ]
     blamed = [birth.tensor_name] if birth.kind == BirthKind.BUFFER.value and birth.tensor_name in bad else []
     return tuple(dict.fromkeys([*blamed, *reached]))
-
-
-def into_weights(step: Step, birth: Birth) -> Birth:
-    """`birth` as one of the state, where the loop's own code wrote it into weights: with the first that it reached."""
-    with quiet():
-        for name, p in step.names.parameters():
-            alias = step.aliases.of.get(id(p))
-            if alias is not None and any(g.record.index == birth.number for g in step.tracer.ancestry(alias)):
-                return replace(birth, phase="state", tensor_name=name, layer_name=name.rpartition(".")[0] or "root")
-    return birth
 
 
 def weights_lost(entries: list[Entry], names: Names, outside: Mapping[int, Outside]) -> bool:

@@ -47,15 +47,15 @@ def _before_the_unseen(replayed: Replayed) -> list[str]:
 
 
 def _with_weight(trace: Trace, replayed: Replayed) -> Trace:
-    """`trace` with the name of the parameter that the birth was written into before the step used it."""
+    """`trace`, whose birth is one of the state where the loop's own code wrote it into a parameter."""
     birth = trace.birth
-    if birth is None or birth.phase != "state" or birth.kind != BirthKind.OPERATION.value:
+    if birth is None or birth.phase not in ("loss", "state") or birth.tensor_name is not None:
         return trace
-    name = next(
-        (n for n, line in replayed.rewritten.items() if any(g.record.index == birth.number for g in line)), None
-    )
-    layer = None if name is None else name.rpartition(".")[0] or "root"
-    return replace(trace, birth=replace(birth, tensor_name=name, layer_name=layer))
+    for name, line in replayed.weights.items():
+        if any(g.record.index == birth.number for g in line):
+            layer = name.rpartition(".")[0] or "root"
+            return replace(trace, birth=replace(birth, phase="state", tensor_name=name, layer_name=layer))
+    return trace
 
 
 def concluded(replayed: Replayed, notes: list[str]) -> Finding:

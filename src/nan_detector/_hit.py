@@ -14,7 +14,7 @@ import torch
 from nan_detector import _finite
 from nan_detector._again import Again
 from nan_detector._at_the_loss import AtTheLoss
-from nan_detector._bad_weights import into_weights, overwritten, poisoned_buffers, weights_lost
+from nan_detector._bad_weights import overwritten, poisoned_buffers, weights_lost
 from nan_detector._births import birth_of
 from nan_detector._entries import Entry
 from nan_detector._errors import ReplayRefused
@@ -147,9 +147,6 @@ def investigate(
     if evidence is not None and finding.trace is not None and finding.trace.birth is not None:
         evidence.blamed = finding.trace.birth.number
     birth = finding.trace.birth if finding.trace is not None else None
-    if birth is not None and birth.phase in ("loss", "state") and birth.tensor_name is None:
-        birth = into_weights(step, birth)
-        finding = replace(finding, trace=replace(finding.trace, birth=birth))  # type: ignore[type-var]  # it has a birth
     if birth is not None:
         finding = replace(finding, bad_buffers=poisoned_buffers(replayed, names, birth))
     again = replace(

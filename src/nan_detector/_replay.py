@@ -22,7 +22,7 @@ from nan_detector._entries import Entry, Outside, tensors_in, tokens_in
 from nan_detector._errors import ReplayRefused
 from nan_detector._gradient_calls import GradientCalls
 from nan_detector._input_names import named_inputs
-from nan_detector._lineage import key_of
+from nan_detector._lineage import EMPTY, key_of
 from nan_detector._loss_terms import Sums
 from nan_detector._moment import Moment, Snapshot, restore
 from nan_detector._naming import Names
@@ -32,7 +32,6 @@ from nan_detector._remade import eager_stance, has_hook, make_call, modes_of, re
 from nan_detector._replayed import Replayed, same_values
 from nan_detector._rng import restore_rng, rng_state
 from nan_detector._state import replaying
-from nan_detector._tape import weight_written
 from nan_detector._trace import BirthKind
 from nan_detector._tracer import OpTracer
 from nan_detector._under_way import ApiNames, module_tracking
@@ -238,11 +237,6 @@ class Step:
 
     def _note_write(self, entry: Entry) -> None:
         """A model's own method, called by the loop, may write a buffer; the model is run with a copy of the buffer."""
-        weight = weight_written(entry) if entry.rewrites and entry.writes else None
-        known = self.names.of_memory(key_of(weight.tensor)) if weight is not None else None
-        if weight is not None and known is not None:
-            with quiet():
-                self.replayed.rewritten[known[1]] = self.tracer.ancestry(self.arguments.decode(weight))
         target = entry.args[0] if entry.kind == "call" and entry.args else None
         if not isinstance(target, Outside) or target.gone or kind_of(entry.func) is not CallKind.IN_PLACE:
             return
@@ -283,8 +277,14 @@ class Step:
     def _collect(self) -> None:
         for name, p in self.names.parameters():
             alias = self.aliases.of.get(id(p))
-            if alias is not None and alias.grad is not None:
+            if alias is None:
+                continue
+            if alias.grad is not None:
                 self.replayed.gradients[name] = alias.grad
+            with quiet():
+                line = self.tracer.ancestry(alias) if self.change is None else EMPTY
+            if line:
+                self.replayed.weights[name] = line
         for token_id, local in self.arguments.locals.items():
             if local.requires_grad and local.is_leaf and local.grad is not None:
                 told = self.outside[token_id].name if token_id in self.outside else None

@@ -41,7 +41,7 @@ class Replayed:
     backward_ends: list[int] = field(default_factory=list)  # operations made when each backward ended
     drew: bool = False  # random numbers were drawn
     written: dict[str, Line] = field(default_factory=dict)  # what a buffer that was written descends from
-    rewritten: dict[str, Line] = field(default_factory=dict)  # the same of a parameter, written before the step used it
+    weights: dict[str, Line] = field(default_factory=dict)  # the same of parameters, at the end
 
     def micro_step_of(self, operation: int) -> int:
         """How many backward passes had ended when `operation` ran."""

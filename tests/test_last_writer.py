@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,10 @@ from torch.nn import functional as F
 
 from _programs import marked_line
 from nan_detector import NaNDetector
+from nan_detector._last_writer import with_writer
+from nan_detector._naming import Names, models_of
 from nan_detector._records import NaNEvent
+from nan_detector._source import here, location_of
 from nan_detector._written_weights import MOST, Writers
 
 Tensor = torch.Tensor
@@ -217,8 +222,19 @@ def test_a_sound_write_of_a_good_step_is_not_blamed_for_what_the_optimizer_did()
     assert det.event.location is None or "clamp_" not in det.event.location.source_line
 
 
+def _added(p: Tensor, move: Tensor) -> None:
+    p.add_(move)
+
+
+def _added_into(p: Tensor, move: Tensor) -> None:
+    torch.add(p, move, out=p)
+
+
+@pytest.mark.parametrize("move_by", [_added, _added_into])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
-def test_weights_that_are_moved_to_and_fro_within_a_step(optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+def test_weights_that_are_moved_to_and_fro_within_a_step(
+    optimizer: Callable[..., torch.optim.Optimizer], move_by: Callable[[Tensor, Tensor], None]
+) -> None:
     net = Net()
     opt = optimizer(net.parameters(), lr=1e-2)
 
@@ -227,7 +243,7 @@ def test_weights_that_are_moved_to_and_fro_within_a_step(optimizer: Callable[...
             norm = torch.stack([p.grad.norm() for p in net.parameters() if p.grad is not None]).norm()
             moves = [p.grad * (rho / norm) for p in net.parameters() if p.grad is not None]  # <-- birth
             for p, move in zip(net.parameters(), moves, strict=True):
-                p.add_(move)
+                move_by(p, move)
         return moves
 
     with NaNDetector(net, verbose=False) as det:
@@ -241,7 +257,7 @@ def test_weights_that_are_moved_to_and_fro_within_a_step(optimizer: Callable[...
             F.mse_loss(net(x), x[:, :1]).backward()
             with torch.no_grad():
                 for p, move in zip(net.parameters(), moves, strict=True):
-                    p.sub_(move)
+                    move_by(p, -move)
             opt.step()
             if det.triggered:
                 break
@@ -278,6 +294,93 @@ def test_sound_writes_are_quiet_and_change_no_training() -> None:
         return [p.detach().clone() for p in net.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(trained(True), trained(False), strict=True))
+
+
+def _state_event(step: int = 5, **more: Any) -> NaNEvent:
+    return NaNEvent(
+        event_id="e", status="final", step=step, phase="state", severity="error", tensor_name="first.weight",
+        symptom="the loss is nan", **more,
+    )  # fmt: skip
+
+
+def _written(net: Net, told: int | None, called: int | None) -> Writers:
+    writers = Writers()
+    writers.note([net.first.weight], torch.Tensor.mul_, here(), told, called)
+    return writers
+
+
+@pytest.mark.parametrize(
+    ("told", "called", "last_good", "step"),
+    [
+        (5, 4, 4, 5),  # before the model was called in the bad step
+        (4, 4, 4, 4),  # after the good one
+        (None, 4, 4, 4),
+        (None, None, None, 0),  # nothing was ever good
+        (0, None, None, 0),
+        (3, 3, None, 3),
+        (4, 3, 4, None),  # before the good step: it was run with it
+        (3, 3, 4, None),
+        (5, 5, 4, None),  # after the model was called in the bad step
+    ],
+)
+def test_which_writes_are_told(told: int | None, called: int | None, last_good: int | None, step: int | None) -> None:
+    net = Net()
+    event = with_writer(_state_event(), Names(models_of(net)), _written(net, told, called), last_good)
+    if step is None:
+        assert event == _state_event()
+        return
+    assert event.location is not None and event.location.function == "_written"
+    assert (event.step, event.op) == (step, "mul")
+    assert event.notes == (() if step == 5 else ("found at step 5, when the loss is nan",))
+
+
+def test_what_was_worked_out_keeps_its_place_and_is_dated() -> None:
+    net, line = Net(), location_of(here() or pytest.fail("no line"))
+    known = _state_event(location=line, op="log")
+    for writers in (_written(net, 4, 4), Writers()):  # of a write that nobody noted: after the last good step
+        event = with_writer(known, Names(models_of(net)), writers, 4)
+        assert (event.location, event.op, event.step) == (line, "log", 4)
+
+
+def test_other_events_are_left_as_they_are() -> None:
+    net = Net()
+    event = dataclasses.replace(_state_event(), phase="forward")
+    assert with_writer(event, Names(models_of(net)), _written(net, 5, 4), 4) is event
+
+
+def test_a_bad_weight_of_the_first_step_has_the_line_that_wrote_it() -> None:
+    net = Net()
+    opt = torch.optim.SGD(net.parameters(), lr=1e-2)
+    with NaNDetector(net, verbose=False) as det:
+        element_set(net)
+        F.mse_loss(net(torch.ones(5, 3)), torch.ones(5, 1)).backward()
+        opt.step()
+    event = det.event
+    assert event is not None and event.location is not None and event.step == 0
+    assert event.location.line == marked_line(inspect.unwrap(element_set))[1]
+
+
+def test_an_earlier_value_does_not_come_back_in_the_replay_of_a_later_step() -> None:
+    net = Net()
+    opts = [torch.optim.SGD(layer.parameters(), lr=1e-2) for layer in (net.first, net.last)]
+    kept = []
+    with NaNDetector(net, verbose=False) as det:
+        for i in range(6):
+            x = torch.randn(5, 3)
+            for opt in opts:
+                opt.zero_grad()
+            loss = F.mse_loss(net(x), x[:, :1])
+            kept.append(net.first.weight.square().sum())  # lives on, and was made of the weight
+            # Its gradient is bad and it is not, so that another loss of the replay would show.
+            (loss + torch.sqrt(loss * 0) if i == BAD else loss).backward()
+            with torch.no_grad():
+                net.first.weight.mul_(0.5)
+            for opt in opts:
+                opt.step()
+            if det.triggered:
+                break
+    event = det.event
+    assert event is not None and (event.op, event.reproduced, event.step) == ("sqrt", "yes", BAD)
 
 
 def test_writers_are_forgotten_with_their_tensors() -> None:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from nan_detector._entries import Made, Outside
 from nan_detector._rng import restore_rng, rng_state
 from nan_detector._session import Session
-from nan_detector._written_weights import outside_behind, parameter_behind, targets_of
+from nan_detector._written_weights import is_worked_out, outside_behind, parameter_behind, targets_of
 
 Tensor = torch.Tensor
 
@@ -158,6 +158,7 @@ def test_the_weights_behind_a_tensor(recording: Session) -> None:
         assert [outside_behind(tape, t) for t in (p, data, view, made)] == [p, p, p, made]
         assert outside_behind(tape, copy) is None
         assert targets_of(write, (grad, 2.0), {}) == [grad] and parameter_behind(tape, grad) is None
+        assert [is_worked_out(tape, (p, t), {}) for t in (data, made, copy)] == [False, False, True]
 
 
 def test_weights_written_before_the_step_uses_them_are_not_on_the_tape(recording: Session) -> None:

@@ -97,14 +97,6 @@ class Outside:
         """What it keeps alive: the tensor, unless that is left to the program, and the copy of its earlier values."""
         return tuple(t for t in (self._held, self.snapshot) if t is not None)
 
-    def forget_earlier(self) -> None:
-        """Its value from before it was written is that of a step that is over."""
-        if self.snapshot is not None:
-            self.bytes -= size_of(self.snapshot)
-            self.snapshot = None
-            if not self.gone and self.version >= 0:
-                self.version = self.tensor._version
-
     @property
     def changed(self) -> bool:
         """True when the tensor was written in place since and no copy of the earlier value was kept."""

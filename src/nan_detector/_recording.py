@@ -272,7 +272,7 @@ def _looked(session: Session, args: tuple[Any, ...], value: float | None, mark: 
     t = args[0] if args else None
     maker = session.tape.made_by(t) if isinstance(t, Tensor) and t.requires_grad else None
     if maker is not None and len(session.looks) < MAX_LOOKS:
-        session.looks.append(Look(maker.number, mark, value, session.step))
+        session.looks.append(Look(maker.number, mark, value, session.step or 0))
 
 
 def _answered(session: Session, args: tuple[Any, ...], answer: bool) -> None:

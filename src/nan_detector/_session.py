@@ -67,7 +67,7 @@ class Session:
         self.steps = 0  # optimizer steps, of anybody
         self.gates = 0  # optimizer steps that reached a pre-hook
         self.scaler: Any = None  # the GradScaler whose `step` is running
-        self.step = 0  # that of the last call of a watched module
+        self.step: int | None = None  # that of the last call of a watched module; None before the first
         self.told_step: int | None = None  # that which the loop has named last
         self.looks: list[Look] = []
         self.writers = Writers()  # who wrote last into weights and buffers, outside of an optimizer's step
@@ -195,7 +195,7 @@ class Session:
         self.compiled.clear()
         self.looks.clear()
         self.writers.clear()
-        self.told_step = None
+        self.step = self.told_step = None
         self.paused = 0
         self.broken = self.told = False
         mode = self.mode

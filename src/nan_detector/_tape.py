@@ -232,11 +232,18 @@ class Tape:
             self.boundary = min(e.number for e in spare)
         wanted = self.needed(self._alive(weights=not stepped)) | spare
         self._restrict([e for e in self.entries if e in wanted])
-        if any(o.snapshot is not None for o in self.outside.values()):
-            rewritten = {weight_written(e) for e in self.entries if e.writes}
-            for o in self.outside.values():
-                if o.parameter and o not in rewritten:
-                    o.forget_earlier()  # else a replay of the next step would begin with it
+        if any(o.parameter for o in self.outside.values()):
+            self._forget_weights(spare)
+
+    def _forget_weights(self, spare: frozenset[Entry] | set[Entry]) -> None:
+        """The next step begins with other weights, and asks for tokens of its own: what stood there before is over."""
+        wanted = {t for e in spare for t in tokens_in((e.args, e.kwargs)) if isinstance(t, Outside)}
+        wanted |= {weight for e in self.entries if e.writes and (weight := weight_written(e)) is not None}
+        for ident, o in list(self.outside.items()):
+            if o.parameter and o not in wanted:
+                o.snapshot = None
+                del self.outside[ident]
+        self.held_bytes = sum(o.bytes for o in self.outside.values())
 
     @property
     def idle(self) -> bool:

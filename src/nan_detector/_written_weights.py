@@ -42,7 +42,7 @@ class Writers:
         self._last: dict[int, Written] = {}
 
     def note(
-        self, targets: list[Tensor], func: Callable[..., Any], mark: Mark | None, told: int | None, called: int
+        self, targets: list[Tensor], func: Callable[..., Any], mark: Mark | None, told: int | None, called: int | None
     ) -> None:
         """`func`, called at `mark`, is about to write into `targets`.
 
@@ -51,10 +51,10 @@ class Writers:
             func: The function.
             mark: The user's line.
             told: The step that the loop has named last.
-            called: The step in which a watched model was last called.
+            called: The step in which a watched model was last called; None before the first.
         """
-        before = told is not None and told != called
-        step = told if told is not None and before else called
+        before = called is None or (told is not None and told != called)
+        step = (told if before else called) or 0
         name = public_name(func)
         if len(self._last) >= MOST:
             self._last = {i: w for i, w in self._last.items() if w.tensor() is not None}

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nan_detector._calls import CallKind
-from nan_detector._entries import Entry, Outside, autocast_state, tensors_in
+from nan_detector._entries import Entry, Outside, autocast_state
 from nan_detector._quiet import hidden
 from nan_detector._rng import rng_state
 from nan_detector._source import Mark
-from nan_detector._written_weights import parameter_behind
+from nan_detector._written_weights import parameter_behind, written_arguments
 
 if TYPE_CHECKING:
     from nan_detector._session import Session
@@ -62,7 +62,7 @@ def entry_of(
 
 def _save_target(session: Session, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a write in place: keep a copy of what stood there, when it came from outside the step."""
-    for t in tensors_in(kwargs["out"] if kwargs.get("out") is not None else args[:1]):
+    for t in written_arguments(args, kwargs):
         base = t._base if t._is_view() and t._base is not None else t
         for candidate in (t, base, parameter_behind(session.tape, t)):
             if candidate is not None and session.tape.made_by(candidate) is None:

@@ -77,6 +77,11 @@ def targets_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
         if attribute != "data":
             return []
+    return written_arguments(args, kwargs)
+
+
+def written_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a call is given to write into, or an attribute of them."""
     if kwargs.get("out") is not None:
         return list(tensors_in(kwargs["out"]))
     return list(tensors_in(args[:1] or kwargs.get("tensor", kwargs.get("input"))))  # `torch.nn.init` names its argument

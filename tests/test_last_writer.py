@@ -267,6 +267,28 @@ def test_weights_that_are_moved_to_and_fro_within_a_step(
     assert (event.step, event.cause.code, event.reproduced) == (BAD, "division_by_zero", "yes")
 
 
+@pytest.mark.parametrize("numbered", [True, False])
+def test_a_write_into_what_was_bad_already_is_not_blamed(numbered: bool) -> None:
+    net = Net()
+    opt = torch.optim.SGD(net.parameters(), lr=1e-2)
+    with NaNDetector(net, verbose=False) as det:
+        for i in range(6):
+            if numbered:
+                det.set_batch(i)
+            if i == BAD:
+                net.shift.numpy()[1] = float("nan")  # nobody sees it
+            with torch.no_grad():
+                net.shift.mul_(0.9)
+            x = torch.randn(5, 3)
+            opt.zero_grad()
+            F.mse_loss(net(x), x[:, :1]).backward()
+            opt.step()
+            if det.triggered:
+                break
+    event = det.event
+    assert event is not None and (event.step, event.tensor_name, event.location) == (BAD, "shift", None)
+
+
 @torch.no_grad()
 def _project(net: Net) -> None:
     for p in net.parameters():
@@ -325,7 +347,7 @@ def _written(net: Net, told: int | None, called: int | None) -> Writers:
 )
 def test_which_writes_are_told(told: int | None, called: int | None, last_good: int | None, step: int | None) -> None:
     net = Net()
-    event = with_writer(_state_event(), Names(models_of(net)), _written(net, told, called), last_good)
+    event = with_writer(_state_event(), Names(models_of(net)), _written(net, told, called), last_good, {})
     if step is None:
         assert event == _state_event()
         return
@@ -338,14 +360,14 @@ def test_what_was_worked_out_keeps_its_place_and_is_dated() -> None:
     net, line = Net(), location_of(here() or pytest.fail("no line"))
     known = _state_event(location=line, op="log")
     for writers in (_written(net, 4, 4), Writers()):  # of a write that nobody noted: after the last good step
-        event = with_writer(known, Names(models_of(net)), writers, 4)
+        event = with_writer(known, Names(models_of(net)), writers, 4, {})
         assert (event.location, event.op, event.step) == (line, "log", 4)
 
 
 def test_other_events_are_left_as_they_are() -> None:
     net = Net()
     event = dataclasses.replace(_state_event(), phase="forward")
-    assert with_writer(event, Names(models_of(net)), _written(net, 5, 4), 4) is event
+    assert with_writer(event, Names(models_of(net)), _written(net, 5, 4), 4, {}) is event
 
 
 def test_a_bad_weight_of_the_first_step_has_the_line_that_wrote_it() -> None:

@@ -118,7 +118,8 @@ class Explainer:
         return self._tried(current, self._with_writer(current, self._complete(event, finding)), finding)
 
     def _with_writer(self, current: Session, event: NaNEvent) -> NaNEvent:
-        return with_writer(event, self.run.names, current.writers, self.run.ledger.last_good_step)
+        last, outside = self.run.ledger.last_good_step, current.tape.outside
+        return with_writer(event, self.run.names, current.writers, last, outside)
 
     def _place_known(self, event: NaNEvent, not_zeroed: str, finding: Finding) -> None:
         """The replay has come as far as the bad loss: what is known by then is written down, and it goes on."""

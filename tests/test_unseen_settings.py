@@ -191,6 +191,31 @@ def test_clipping_to_nan() -> None:
     assert event.weights == "clean"
 
 
+# -- roots in an optimizer ---------------------------------------------------------------------------------------------
+
+
+class Langevin(torch.optim.Optimizer):
+    def __init__(self, params: list[nn.Parameter], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            rate = torch.tensor(group["lr"])
+            for p in group["params"]:
+                p.add_(torch.sqrt(2 * rate) * torch.ones_like(p) - rate * p.grad)
+            group["lr"] -= 0.01
+
+
+def test_the_root_of_a_rate_below_zero_is_no_variance_that_cancelled() -> None:
+    model = faults.Net()
+    batches = [faults.ones()] * 5
+    event = train(model, batches, squared, optimizer=Langevin(list(model.parameters()), 0.015)).event
+    assert (event.step, event.phase, code_of(event)) == (2, "optimizer", "sqrt_of_negative")
+    assert event.location is not None and "torch.sqrt(2 * rate)" in event.location.source_line
+    assert "E[g²]" not in str(event)
+
+
 # -- what the recorder does not see ------------------------------------------------------------------------------------
 
 

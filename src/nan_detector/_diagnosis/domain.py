@@ -174,7 +174,8 @@ def sqrt_of_negative(birth: Birth, trace: Trace) -> Cause | None:
             "after the root."
         )
         return cause("sqrt_of_negative", evidence, why, fix="centered=False")
-    if birth.phase == "optimizer":
+    # A running moment has as many elements as its gradient: one number is a rate or a count of the optimizer's.
+    if birth.phase == "optimizer" and whole.numel > 1:
         why = "E[g²] - E[g]² of running means falls below 0 by rounding, or where the two forget at different rates."
         return cause("sqrt_of_negative", evidence, why, fix=f"x.clamp_min(0).{op}() in the optimizer's step")
     if whole.numel >= _FEW and whole.negative_count == whole.numel:
